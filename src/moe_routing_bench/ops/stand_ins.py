@@ -73,8 +73,8 @@ class StandIns:
         self.weights, self.w_EDF, self.b_EF = weights, weights.w_in_EDG, weights.b_in_EG
         # of the layers around the experts
         self.norm_D, self.eps = torch.empty(D, dtype=w_in.dtype, device=w_in.device), 1e-6
-        self.w_FD = weights.w_out_EFD[0]
-        self.b_F = None if weights.b_in_EG is None else weights.b_in_EG[0, : weights.F]
+        self.w_FD = row(w_in.dtype, weights.F, D)
+        self.b_F = None if weights.b_in_EG is None else row(w_in.dtype, weights.F)
         self.causal, self.window, self.rotary = True, 0, None
         queries, keys = heads or ((1, 1, T, D), (1, 1, T, D))
         self.q_BHNA, self.k_BJMA, self.v_BJMA = (row(w_in.dtype, *size) for size in (queries, keys, keys))

@@ -9,6 +9,7 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -19,7 +20,6 @@ constexpr int64_t BLOCK = 128;     // keys of a block for many queries
 constexpr int64_t ROWS = 24;       // queries of a block: a multiple of the rows of every tile
 constexpr int64_t FEW = 8;         // so many queries of a head or less read keys where they are
 constexpr int64_t SPLIT = 256;     // a part of a split sequence has at least so many keys
-constexpr int64_t AHEAD = 4096;    // bytes between what is used and what is fetched
 constexpr int64_t LINE = 64;
 #if defined __AVX2__ && !defined __AVX512F__
 constexpr int64_t VECTORS = 2, SUMS = 12;  // of a tile; 16 registers
@@ -40,21 +40,63 @@ struct Problem {
 
 Vec most(Vec a, Vec b) { return a > b ? a : b; }
 
-// e^x for x <= 0, within 2 ulp: x = n ln 2 + r, a polynomial for e^r; 0 for minus infinity
+// 2^x for x <= 0, within 2 ulp: x = n + r, a polynomial for 2^r; 0 for minus infinity
 Vec power(Vec x) {
-    const Vec low = same(-87.f), magic = same(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
-    const Vec in = most(x, low);
-    const Vec n = fma(in, same(1.44269504f), magic) - magic;
-    const Vec r = fma(n, same(2.12194440e-4f), fma(n, same(-0.693359375f), in));
-    Vec p = same(1.f / 720);
-    p = fma(p, r, same(1.f / 120));
-    p = fma(p, r, same(1.f / 24));
-    p = fma(p, r, same(1.f / 6));
-    p = fma(p, r, same(0.5f));
+    const Vec low = same(-150.f), magic = same(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+    const Vec in = low > x ? low : x;  // what is not a number stays so
+    const Vec n = in + magic - magic, r = in - n;
+    Vec p = same(1.540353039e-4f);
+    p = fma(p, r, same(1.333355815e-3f));
+    p = fma(p, r, same(9.618129108e-3f));
+    p = fma(p, r, same(5.550410867e-2f));
+    p = fma(p, r, same(2.402265070e-1f));
+    p = fma(p, r, same(6.931471806e-1f));
     p = fma(p, r, same(1.f));
-    p = fma(p, r, same(1.f));
+#ifdef __AVX512F__
+    return _mm512_scalef_ps(p, n);
+#else
     const Ints bits = (__builtin_convertvector(n, Ints) + 127) << 23;
-    return x < low ? zero() : p * reinterpret_cast<Vec>(bits);
+    return x < same(-126.f) ? zero() : p * reinterpret_cast<Vec>(bits);
+#endif
+}
+
+// two vectors laid end to end: words that go to the first of both, and to the second, if blocks of s are exchanged
+template <int s, size_t... j>
+constexpr Ints lower(std::index_sequence<j...>) {
+    return Ints{int(j & s ? W + j - s : j)...};
+}
+template <int s, size_t... j>
+constexpr Ints upper(std::index_sequence<j...>) {
+    return Ints{int(j & s ? W + j : j + s)...};
+}
+
+template <int s = 1>
+void transpose(Vec (&v)[W]) {
+    if constexpr (s < W) {
+        constexpr auto words = std::make_index_sequence<W>();
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++)
+            if (!(i & s)) {
+                const Vec a = v[i], b = v[i | s];
+                v[i] = __builtin_shuffle(a, b, lower<s>(words));
+                v[i | s] = __builtin_shuffle(a, b, upper<s>(words));
+            }
+        transpose<2 * s>(v);
+    }
+}
+
+// word i of the result is the sum of vector i
+template <int s = 1>
+Vec sums_of(Vec (&v)[W]) {
+    if constexpr (s == W) {
+        return v[0];
+    } else {
+        constexpr auto words = std::make_index_sequence<W>();
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i += 2 * s)
+            v[i] = __builtin_shuffle(v[i], v[i + s], lower<s>(words)) + __builtin_shuffle(v[i], v[i + s], upper<s>(words));
+        return sums_of<2 * s>(v);
+    }
 }
 
 int64_t up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
@@ -104,6 +146,9 @@ void product(const float* x, int64_t ldx, const float* y, int64_t ldy, int64_t d
     }
 }
 
+// scores are exponents of 2
+float scale_of(const Problem& p) { return float(p.scale * 1.4426950408889634); }
+
 // one row of A numbers as float32, turned by the angles of its position
 template <Kind kind>
 void read_row(const typename Numbers<kind>::In* from, const Problem& p, int64_t position, float factor, float* to) {
@@ -137,7 +182,7 @@ void weigh(float* score, int64_t columns, float& best, float& sum, float* y, int
     for (int64_t c = W; c < columns; c += W) high = most(high, load(score + c));
     const float found = max_of(high);
     if (found > best) {
-        const float shrink = best == NOTHING ? 0.f : std::exp(best - found);
+        const float shrink = best == NOTHING ? 0.f : std::exp2(best - found);
         sum *= shrink;
         for (int64_t a = 0; a < width; a += W) store(y + a, load(y + a) * same(shrink));
         best = found;
@@ -189,18 +234,34 @@ struct Workspace {
 template <Kind kind>
 void pack(const Problem& p, const typename Numbers<kind>::In* k, const typename Numbers<kind>::In* v, int64_t width,
           Workspace& w) {
-    std::vector<float> row(up(p.A, W));
-    const int64_t padded = up(p.M, BLOCK);
-    for (int64_t m = 0; m < padded; m++) {
-        if (m < p.M) read_row<kind>(k + m * p.km, p, m, 1.f, row.data());
-        else std::fill(row.begin(), row.end(), 0.f);
-        float* column = w.keys + m / KEYS * KEYS * p.A + m % KEYS;
-        for (int64_t a = 0; a < p.A; a++) column[a * KEYS] = row[a];
-        float* to = w.values + m * width;
-        std::fill(to, to + width, 0.f);
-        if (m >= p.M) continue;
-        for (int64_t a = 0; a < p.A; a += W)
-            store(to + a, a + W <= p.A ? Numbers<kind>::get(v + m * p.vm + a) : get_some<kind>(v + m * p.vm + a, p.A - a));
+    std::vector<float> rows(W * width);
+    for (int64_t first = 0; first < up(p.M, BLOCK); first += W) {
+        if (first + W > p.M) std::fill(rows.begin(), rows.end(), 0.f);
+        for (int64_t m = first; m < first + W; m++) {
+            float* to = w.values + m * width;
+            if (m >= p.M) {
+                std::fill(to, to + width, 0.f);
+                continue;
+            }
+            read_row<kind>(k + m * p.km, p, m, 1.f, rows.data() + (m - first) * width);
+            for (int64_t a = 0; a < p.A; a += W)
+                store(to + a,
+                      a + W <= p.A ? Numbers<kind>::get(v + m * p.vm + a) : get_some<kind>(v + m * p.vm + a, p.A - a));
+        }
+        float* columns = w.keys + first / KEYS * KEYS * p.A + first % KEYS;
+        for (int64_t a = 0; a < p.A; a += W) {
+            Vec block[W];
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) block[i] = load(rows.data() + i * width + a);
+            transpose(block);
+            const int64_t some = std::min(W, p.A - a);
+            if (some == W) {
+#pragma GCC unroll 16
+                for (int i = 0; i < W; i++) store(columns + (a + i) * KEYS, block[i]);
+            } else {
+                for (int64_t i = 0; i < some; i++) store(columns + (a + i) * KEYS, block[i]);
+            }
+        }
     }
 }
 
@@ -213,11 +274,11 @@ void block_of_queries(const Problem& p, const typename Numbers<kind>::In* q, int
     std::fill(w.y, w.y + ROWS * width, 0.f);
     std::fill(w.query, w.query + ROWS * p.A, 0.f);
     for (int64_t i = 0; i < rows; i++)
-        read_row<kind>(q + (first + i) * p.qn, p, std::max<int64_t>(from + i, 0), float(p.scale), w.query + i * p.A);
+        read_row<kind>(q + (first + i) * p.qn, p, std::max<int64_t>(from + i, 0), scale_of(p), w.query + i * p.A);
     const int64_t begin = sight(p, from).first / BLOCK * BLOCK, end = sight(p, from + rows - 1).last;
     for (int64_t m = begin; m < end; m += BLOCK) {
         for (int64_t c = 0; c < BLOCK; c += KEYS)
-            product<false>(w.query, p.A, w.keys + (m + c) * p.A, KEYS, p.A, w.score + c, BLOCK, ROWS, KEYS);
+            product<false>(w.query, p.A, w.keys + (m + c) * p.A, KEYS, p.A, w.score + c, BLOCK, rows, KEYS);
         for (int64_t i = 0; i < rows; i++) {
             const Sight sees = sight(p, from + i);
             float* score = w.score + i * BLOCK;
@@ -229,7 +290,7 @@ void block_of_queries(const Problem& p, const typename Numbers<kind>::In* q, int
         }
         std::fill(w.score + rows * BLOCK, w.score + ROWS * BLOCK, 0.f);
         const int64_t here = std::min(BLOCK, p.M - m);
-        product<true>(w.score, BLOCK, w.values + m * width, width, here, w.y, width, ROWS, width);
+        product<true>(w.score, BLOCK, w.values + m * width, width, here, w.y, width, rows, width);
     }
     for (int64_t i = 0; i < rows; i++) write_row<kind>(w.y + i * width, sum[i], p.A, y + (first + i) * p.A);
 }
@@ -270,11 +331,11 @@ void dots(const float* query, int64_t ldq, const typename Numbers<kind>::In* con
     Vec sum[R][K];
 #pragma GCC unroll 4
     for (int i = 0; i < R; i++)
-#pragma GCC unroll 4
+#pragma GCC unroll 16
         for (int j = 0; j < K; j++) sum[i][j] = zero();
     int64_t a = 0;
     for (; a + W <= A; a += W)
-#pragma GCC unroll 4
+#pragma GCC unroll 16
         for (int j = 0; j < K; j++) {
             const Vec one = Numbers<kind>::get(key[j] + a);
 #pragma GCC unroll 4
@@ -285,21 +346,39 @@ void dots(const float* query, int64_t ldq, const typename Numbers<kind>::In* con
             const Vec one = get_some<kind>(key[j] + a, A - a);
             for (int i = 0; i < R; i++) sum[i][j] = fma(one, get_some<FLOAT32>(query + i * ldq + a, A - a), sum[i][j]);
         }
-    for (int i = 0; i < R; i++)
-        for (int j = 0; j < K; j++) score[i * KEYS + j] = sum_of(sum[i][j]);
+    if constexpr (R * K % W == 0) {
+#pragma GCC unroll 4
+        for (int s = 0; s < R * K; s += W) {
+            Vec some[W];
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) some[i] = sum[(s + i) / K][(s + i) % K];
+            float all[W];
+            store(all, sums_of(some));
+            for (int i = 0; i < W; i++) score[(s + i) / K * KEYS + (s + i) % K] = all[i];
+        }
+    } else {
+        for (int i = 0; i < R; i++)
+            for (int j = 0; j < K; j++) score[i * KEYS + j] = sum_of(sum[i][j]);
+    }
 }
 
-// y[R][n vectors] += weights[R][keys] times values
+template <class In>
+void fetch(const In* p, int64_t numbers) {
+    for (int64_t at = 0; at < numbers * int64_t(sizeof(In)); at += LINE)
+        __builtin_prefetch(reinterpret_cast<const char*>(p) + at);
+}
+
+// y[R][n vectors] += weights[R][keys] times values; next: keys that are used after them
 template <Kind kind, int R, int n>
 void mix(const float* weight, const typename Numbers<kind>::In* value, int64_t step, int64_t keys, float* y,
-         int64_t width) {
+         int64_t width, const typename Numbers<kind>::In* next, int64_t next_step) {
     Vec sum[R][n];
 #pragma GCC unroll 4
     for (int i = 0; i < R; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < n; j++) sum[i][j] = load(y + i * width + j * W);
     for (int64_t m = 0; m < keys; m++) {
-        __builtin_prefetch(reinterpret_cast<const char*>(value + m * step) + AHEAD);
+        fetch(next + m * next_step, n * W);
 #pragma GCC unroll 4
         for (int j = 0; j < n; j++) {
             const Vec one = Numbers<kind>::get(value + m * step + j * W);
@@ -320,8 +399,8 @@ struct Part {
 
 template <Kind kind, int R>
 void scores_of(const Problem& p, const float* query, int64_t ldq, const typename Numbers<kind>::In* k, int64_t m,
-               int64_t here, float* score) {
-    constexpr int K = 4;
+               int64_t here, float* score, const typename Numbers<kind>::In* v) {
+    constexpr int K = 16 / R;
     std::vector<float> turned;
     if (p.cosine != nullptr) turned.resize(up(p.A, W));
     for (int64_t j = 0; j < here; j += K) {
@@ -329,8 +408,7 @@ void scores_of(const Problem& p, const float* query, int64_t ldq, const typename
         const typename Numbers<kind>::In* key[K];
         for (int64_t i = 0; i < K; i++) {
             key[i] = k + (m + j + std::min(i, some - 1)) * p.km;
-            for (int64_t at = 0; at < p.A * int64_t(sizeof(*k)); at += LINE)
-                __builtin_prefetch(reinterpret_cast<const char*>(key[i]) + at + AHEAD);
+            fetch(v + (m + j + i) * p.vm, p.A);
         }
         if (p.cosine != nullptr) {
             for (int64_t i = 0; i < some; i++) {
@@ -348,10 +426,10 @@ void scores_of(const Problem& p, const float* query, int64_t ldq, const typename
 
 template <Kind kind, int R>
 void mixed(const Problem& p, const float* weight, const typename Numbers<kind>::In* v, int64_t keys, float* y,
-           int64_t width) {
+           int64_t width, const typename Numbers<kind>::In* next) {
     int64_t a = 0;
-    for (; a + 4 * W <= p.A; a += 4 * W) mix<kind, R, 4>(weight, v + a, p.vm, keys, y + a, width);
-    for (; a + W <= p.A; a += W) mix<kind, R, 1>(weight, v + a, p.vm, keys, y + a, width);
+    for (; a + 4 * W <= p.A; a += 4 * W) mix<kind, R, 4>(weight, v + a, p.vm, keys, y + a, width, next + a, p.km);
+    for (; a + W <= p.A; a += W) mix<kind, R, 1>(weight, v + a, p.vm, keys, y + a, width, next + a, p.km);
     if (a < p.A)
         for (int64_t m = 0; m < keys; m++) {
             const Vec one = get_some<kind>(v + m * p.vm + a, p.A - a);
@@ -372,16 +450,16 @@ void part_of_keys(const Problem& p, int64_t b, int64_t j, int64_t begin, int64_t
     const In* v = static_cast<const In*>(p.v) + b * p.vb + j * p.vj;
     for (int64_t i = 0; i < rows; i++)
         read_row<kind>(q + (j * G + i / p.N) * p.qh + i % p.N * p.qn, p,
-                       std::max<int64_t>(p.M - p.N + i % p.N, 0), float(p.scale), part.query.data() + i * ldq);
+                       std::max<int64_t>(p.M - p.N + i % p.N, 0), scale_of(p), part.query.data() + i * ldq);
     for (int64_t m = begin; m < end; m += KEYS) {
         const int64_t here = std::min(KEYS, end - m);
         for (int64_t i = 0; i < rows; i += 4) {
             const float* query = part.query.data() + i * ldq;
             float* score = part.score.data() + i * KEYS;
-            if (rows - i >= 4) scores_of<kind, 4>(p, query, ldq, k, m, here, score);
+            if (rows - i >= 4) scores_of<kind, 4>(p, query, ldq, k, m, here, score, v);
             else
                 for (int64_t r = 0; r < rows - i; r++)
-                    scores_of<kind, 1>(p, query + r * ldq, ldq, k, m, here, score + r * KEYS);
+                    scores_of<kind, 1>(p, query + r * ldq, ldq, k, m, here, score + r * KEYS, v);
         }
         for (int64_t i = 0; i < rows; i++) {
             const Sight sees = sight(p, p.M - p.N + i % p.N);
@@ -395,10 +473,10 @@ void part_of_keys(const Problem& p, int64_t b, int64_t j, int64_t begin, int64_t
         for (int64_t i = 0; i < rows; i += 4) {
             const float* weight = part.score.data() + i * KEYS;
             float* y = part.y.data() + i * width;
-            if (rows - i >= 4) mixed<kind, 4>(p, weight, v + m * p.vm, here, y, width);
+            if (rows - i >= 4) mixed<kind, 4>(p, weight, v + m * p.vm, here, y, width, k + (m + KEYS) * p.km);
             else
                 for (int64_t r = 0; r < rows - i; r++)
-                    mixed<kind, 1>(p, weight + r * KEYS, v + m * p.vm, here, y + r * width, width);
+                    mixed<kind, 1>(p, weight + r * KEYS, v + m * p.vm, here, y + r * width, width, k + (m + KEYS) * p.km);
         }
     }
 }
@@ -429,7 +507,7 @@ void few(const Problem& p) {
             for (int64_t s = 0; s < parts; s++) best = std::max(best, done[head * parts + s].best[i]);
             for (int64_t s = 0; s < parts; s++) {
                 Part& one = done[head * parts + s];
-                const float factor = one.best[i] == NOTHING ? 0.f : std::exp(one.best[i] - best);
+                const float factor = one.best[i] == NOTHING ? 0.f : std::exp2(one.best[i] - best);
                 sum += factor * one.sum[i];
                 for (int64_t a = 0; a < width; a++) {
                     const float add = factor * one.y[i * width + a];

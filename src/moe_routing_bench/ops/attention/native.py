@@ -16,6 +16,7 @@ from moe_routing_bench.ops.rows import KINDS
 
 SOURCE = Path(__file__).with_name("native.cpp")
 _function = cpp.Function(SOURCE, "mrb_attention", 26)
+CONFIGS: tuple[dict[str, str], ...] = ({}, {"level": "avx2"})
 
 
 def unsupported(

@@ -104,7 +104,10 @@ def judge_gradient(of: GradientOf, gradient: Tensor, expected: Expected) -> list
     return [judge_values(gradient, oracle, doubled(oracle, baseline), others)]
 
 
-op = Op(__package__, reference, cost=cost, judge_gradient=judge_gradient, default="plain", stage=11)
+op = Op(
+    __package__, reference, cost=cost, judge_gradient=judge_gradient, default="plain", stage=11,
+    usual=("plain", "sdpa", "sdpa_folded", "native"),
+)  # fmt: skip
 
 
 def attention(

@@ -18,6 +18,7 @@ SOURCE = Path(__file__).with_name("native.cpp")
 _multiply, _pack = cpp.Function(SOURCE, "mrb_linear", 13), cpp.Function(SOURCE, "mrb_linear_pack", 8)
 DTYPES = (torch.bfloat16, torch.float32)
 READS_PLAIN = True
+CONFIGS: tuple[dict[str, str], ...] = ({}, {"level": "avx2"})
 
 
 def unsupported(x_TD: Tensor, w_FD: Tensor | PackedMatrix, b_F: Tensor | None, level: str = "") -> str | None:

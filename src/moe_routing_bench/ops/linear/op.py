@@ -49,7 +49,10 @@ def why_not_packed(w_FD: Tensor | PackedMatrix, kernel: str) -> str | None:
     return None
 
 
-op = Op(__package__, reference, cost=cost, default="torch", weights="w_FD", stage=12)
+op = Op(
+    __package__, reference, cost=cost, default="torch", weights="w_FD", stage=12,
+    usual=("torch", "onednn_packed", "native", "frozen(native)"),
+)  # fmt: skip
 
 
 def linear(

@@ -8,6 +8,8 @@
 
 namespace {
 
+constexpr int64_t AHEAD = 2;  // tokens between the one that is written and the one that is fetched
+
 struct Problem {
     const void* x_TD;
     int64_t stride, kind;
@@ -55,13 +57,16 @@ constexpr bool CAN_STREAM = false;
 
 template <Kind kind>
 void normed(const typename Numbers<kind>::In* x, const float* norm, float factor, int64_t D, bool streams,
-            typename Numbers<kind>::In* y) {
+            int64_t ahead, typename Numbers<kind>::In* y) {
     const Vec f = same(factor);
     int64_t d = 0;
     if (CAN_STREAM && streams && reinterpret_cast<uintptr_t>(y) % 64 == 0)
-        for (; d + 2 * W <= D; d += 2 * W)
+        for (; d + 2 * W <= D; d += 2 * W) {
+            __builtin_prefetch(x + d + ahead);
+            if (kind == FLOAT32) __builtin_prefetch(x + d + W + ahead);
             stream<kind>(y + d, Numbers<kind>::get(x + d) * f * load(norm + d),
                          Numbers<kind>::get(x + d + W) * f * load(norm + d + W));
+        }
     for (; d + W <= D; d += W) Numbers<kind>::put(y + d, Numbers<kind>::get(x + d) * f * load(norm + d));
     if (d < D)
         put_some<kind>(y + d, get_some<kind>(x + d, D - d) * f * get_some<FLOAT32>(norm + d, D - d), D - d);
@@ -77,7 +82,7 @@ void rms_norm(const Problem& p) {
         for (int64_t t = begin; t < end; t++) {
             const In* x = x_TD + t * p.stride;
             const float factor = 1 / std::sqrt(mean_square<kind>(x, p.D) + float(p.eps));
-            normed<kind>(x, p.norm_D, factor, p.D, p.stream, y_TD + t * p.D);
+            normed<kind>(x, p.norm_D, factor, p.D, p.stream, AHEAD * p.stride, y_TD + t * p.D);
         }
         if (p.stream) after_streaming();
     });

@@ -12,6 +12,7 @@ from moe_routing_bench.core.host_allocator import recycled
 from moe_routing_bench.ops.rows import norm_unsupported, normed_into
 
 BATCH_INVARIANT = True
+CONFIGS: tuple[dict[str, str], ...] = ({}, {"level": "avx2"})
 
 
 def unsupported(x_TD: Tensor, norm_D: Tensor, eps: float, level: str = "") -> str | None:
