@@ -3,7 +3,7 @@
 A row of a tile is a query of one head. The heads that share keys lie together in a tile, so in decoding all
 of them are rows of one tile, and keys are read once for all of them. If there are few tiles, as in decoding,
 `splits` programs take a part of the keys each, and a second kernel joins their results by the logarithm of
-their sums. Queries and keys are turned inside. Products of float32 are exact, sums are float32.
+their sums. With rotary, torch turns queries and keys before. Products of float32 are exact, sums are float32.
 
 Options: block_r rows and block_m keys of a tile; splits: parts of the keys, 0 for as many as fill the GPU.
 It was verified in Triton's interpreter and compiled, but not timed on a GPU.
@@ -23,7 +23,7 @@ from torch.library import triton_op, wrap_triton
 from moe_routing_bench.core.dtypes import FLOATS
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.ops import gpu
-from moe_routing_bench.ops.attention.op import Rotary
+from moe_routing_bench.ops.attention.op import Rotary, rotated
 from moe_routing_bench.ops.targets import Target, target_of
 
 FORWARD_ONLY = True
@@ -33,22 +33,11 @@ CONFIGS = ({"block_r": 16, "block_m": 128, "splits": 8}, {"block_r": 128, "block
 NO_PART = tl.constexpr(float("-inf"))
 
 
-@triton.jit
-def _turned(x, place, partner, mask, cos, sin, angle, a, C: tl.constexpr):
-    """x cos -+ its partner sin: number c of a head is paired with number c + C."""
-    other = tl.load(place + partner, mask=mask, other=0.0).to(tl.float32)
-    turn = tl.load(sin + angle, mask=mask, other=0.0)
-    turn = tl.where((a < C)[None, :], -turn, turn)
-    return (x.to(tl.float32) * tl.load(cos + angle, mask=mask, other=0.0) + other * turn).to(x.dtype)
-
-
 @triton.jit(do_not_specialize=["X", "N", "M", "J", "window", "scale"])
 def _attend(
     q_BHNA,
     k_BJMA,
     v_BJMA,
-    cos_MC,
-    sin_MC,
     y_SXA,
     log_SX,
     X,
@@ -73,13 +62,11 @@ def _attend(
     GROUP: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
-    ROTARY: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_A: tl.constexpr,
 ):
-    C: tl.constexpr = A // 2
     tiles = tl.cdiv(GROUP * N, BLOCK_R)
     tile = tl.program_id(0) % tiles
     split = tl.program_id(0) // tiles % SPLITS
@@ -89,13 +76,11 @@ def _attend(
     h, n = j * GROUP + r // N, r % N
     a = tl.arange(0, BLOCK_A)
     position = M - N + n
-    partner = tl.where(a < C, a + C, a - C)
     here = (r < GROUP * N)[:, None] & (a < A)[None, :]
-    q_row = q_BHNA + (b * stride_qb + h * stride_qh + n.to(tl.int64) * stride_qn)[:, None]
+    # 64 bits to the tile and 32 inside it: twice as many would not fit the registers
+    q_row = q_BHNA + (b * stride_qb + j * GROUP * stride_qh)
+    q_row += (r // N * stride_qh + n * stride_qn)[:, None]
     q = tl.load(q_row + (a * stride_qa)[None, :], mask=here, other=0.0)
-    if ROTARY:
-        angle = (position * C)[:, None] + (a % C)[None, :]
-        q = _turned(q, q_row, (partner * stride_qa)[None, :], here, cos_MC, sin_MC, angle, a, C)
 
     # rows of a tile may be of several heads, so its first and last positions are those of all its rows
     first, last = tl.min(tl.where(r < GROUP * N, position, M)), tl.max(tl.where(r < GROUP * N, position, -M))
@@ -115,13 +100,9 @@ def _attend(
     for start in tl.range(begin, end, BLOCK_M):
         m = start + row
         inside = (m < end)[:, None] & (a < A)[None, :]
-        # 64 bits to the tile and 32 inside it: twice as many would not fit the registers
         k_row = k_BJMA + (b * stride_kb + j * stride_kj + (far + start) * stride_km)
         k_row += (row * stride_km)[:, None]
         k = tl.load(k_row + (a * stride_ka)[None, :], mask=inside, other=0.0)
-        if ROTARY:
-            of_key = (m * C)[:, None] + (a % C)[None, :]
-            k = _turned(k, k_row, (partner * stride_ka)[None, :], inside, cos_MC, sin_MC, of_key, a, C)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         seen = (m < end)[None, :]
         if CAUSAL:
@@ -183,7 +164,9 @@ def unsupported(
         return f"it computes float32, bfloat16 or float16 throughout, not {q_BHNA.dtype} with {k_BJMA.dtype}"
     if q_BHNA.shape[3] > MAX_WIDTH:
         return f"a head of {q_BHNA.shape[3]} numbers is wider than its tile of {MAX_WIDTH}"
-    if max(q_BHNA.stride(3), *k_BJMA.stride()[2:], *v_BJMA.stride()[2:]) * MAX_WIDTH >= 2**31:
+    heads = q_BHNA.shape[1] // max(k_BJMA.shape[1], 1) * q_BHNA.stride(1) + q_BHNA.shape[2] * q_BHNA.stride(2)
+    widest = max(q_BHNA.stride(3), *k_BJMA.stride()[2:], *v_BJMA.stride()[2:])
+    if max(heads, widest * MAX_WIDTH) >= 2**31:
         return "a tile spans 2^31 elements or more, and offsets inside it have 32 bits"
     return gpu.why_not(q_BHNA, k_BJMA, v_BJMA)
 
@@ -193,23 +176,20 @@ def run(
     block_r: int = BLOCK_R, block_m: int = BLOCK_M, splits: int = 0, num_warps: int = NUM_WARPS,
 ) -> Tensor:  # fmt: skip
     gpu.check_powers_of_two(block_r=block_r, block_m=block_m, num_warps=num_warps)
-    angles = [None, None]
-    if rotary is not None:
-        angles = [one.float().contiguous() for one in (rotary.cos_MC, rotary.sin_MC)]
+    q_BHNA, k_BJMA = rotated(q_BHNA, rotary), rotated(k_BJMA, rotary)
     (B, _, N, _), (_, J, M, _) = q_BHNA.shape, k_BJMA.shape
-    tile = _tile(block_r, block_m, q_BHNA, J, rotary is not None)
+    tile = _tile(block_r, block_m, q_BHNA, J)
     tiles = max(1, B * J * triton.cdiv(q_BHNA.shape[1] // max(J, 1) * N, tile["BLOCK_R"]))
     if not splits:
         splits = triton.cdiv(gpu.multiprocessors(q_BHNA.device), tiles)
     splits = max(1, min(splits, triton.cdiv(M, tile["BLOCK_M"])))
-    return _flash(q_BHNA, k_BJMA, v_BJMA, *angles, causal, window, block_r, block_m, splits, num_warps)
+    return _flash(q_BHNA, k_BJMA, v_BJMA, causal, window, block_r, block_m, splits, num_warps)
 
 
-def _tile(block_r: int, block_m: int, q_BHNA: Tensor, J: int, rotary: bool) -> dict[str, int]:
-    """The sides of a tile. Of float32 it has a quarter of the rows and keys, which are multiplied from
-    registers; of keys that are turned it has half, for the same reason."""
+def _tile(block_r: int, block_m: int, q_BHNA: Tensor, J: int) -> dict[str, int]:
+    """The sides of a tile; of float32 a quarter of the rows and keys, which are multiplied from registers."""
     H, N, A = q_BHNA.shape[1:]
-    wide, block_m = q_BHNA.element_size() > 2, block_m // 2 if rotary else block_m
+    wide = q_BHNA.element_size() > 2
     rows = min(block_r // 4 if wide else block_r, triton.next_power_of_2(max(1, H // max(J, 1) * N)))
     return {
         "BLOCK_R": max(16, rows),
@@ -221,8 +201,8 @@ def _tile(block_r: int, block_m: int, q_BHNA: Tensor, J: int, rotary: bool) -> d
 @triton_op("moe_routing_bench::attention_triton_flash", mutates_args=())
 @gpu.on_its_device
 def _flash(
-    q_BHNA: Tensor, k_BJMA: Tensor, v_BJMA: Tensor, cos_MC: Tensor | None, sin_MC: Tensor | None,
-    causal: bool, window: int, block_r: int, block_m: int, splits: int, num_warps: int,
+    q_BHNA: Tensor, k_BJMA: Tensor, v_BJMA: Tensor, causal: bool, window: int, block_r: int,
+    block_m: int, splits: int, num_warps: int,
 ) -> Tensor:  # fmt: skip
     (B, H, N, A), (_, J, M, _) = q_BHNA.shape, k_BJMA.shape
     y_BHNA = q_BHNA.new_empty(q_BHNA.shape)
@@ -231,7 +211,7 @@ def _flash(
         return y_BHNA
     if not M:
         return y_BHNA.zero_()
-    tile = _tile(block_r, block_m, q_BHNA, J, cos_MC is not None)
+    tile = _tile(block_r, block_m, q_BHNA, J)
     part_SXA, log_SX = y_BHNA, y_BHNA
     if splits > 1:
         part_SXA = q_BHNA.new_empty(splits, X, A, dtype=torch.float32)
@@ -242,8 +222,6 @@ def _flash(
         q_BHNA,
         k_BJMA,
         v_BJMA,
-        y_BHNA if cos_MC is None else cos_MC,
-        y_BHNA if sin_MC is None else sin_MC,
         part_SXA,
         log_SX,
         X,
@@ -255,9 +233,9 @@ def _flash(
         *q_BHNA.stride(),
         *k_BJMA.stride(),
         *v_BJMA.stride(),
-        **_constants(A, H // J, causal, bool(window), cos_MC is not None, splits),
+        **_constants(A, H // J, causal, bool(window), splits),
         **tile,
-        **target.launch(**_launch(tile, num_warps, cos_MC is not None, q_BHNA.element_size())),
+        **target.launch(**_launch(tile, num_warps, q_BHNA.element_size())),
     )
     if splits > 1:
         rows = max(1, 1024 // tile["BLOCK_A"])
@@ -277,24 +255,22 @@ def _flash(
 
 @_flash.register_fake
 def _(
-    q_BHNA: Tensor, k_BJMA: Tensor, v_BJMA: Tensor, cos_MC: Tensor | None, sin_MC: Tensor | None,
-    causal: bool, window: int, block_r: int, block_m: int, splits: int, num_warps: int,
+    q_BHNA: Tensor, k_BJMA: Tensor, v_BJMA: Tensor, causal: bool, window: int, block_r: int,
+    block_m: int, splits: int, num_warps: int,
 ) -> Tensor:  # fmt: skip
     return q_BHNA.new_empty(q_BHNA.shape)
 
 
-def _launch(tile: dict[str, int], num_warps: int, rotary: bool, size: int) -> dict[str, int]:
-    """Keys that are turned are not fetched ahead: they go through registers, which are all in use."""
+def _launch(tile: dict[str, int], num_warps: int, size: int) -> dict[str, int]:
     return {
         "num_warps": num_warps if tile["BLOCK_R"] >= 64 else min(4, num_warps),
-        "num_stages": 1 if rotary else 2,
+        "num_stages": 2,
         "tile": 2 * tile["BLOCK_M"] * tile["BLOCK_A"] * size,
     }
 
 
-def _constants(A: int, group: int, causal: bool, windowed: bool, rotary: bool, splits: int) -> dict[str, Any]:
-    sees = {"CAUSAL": causal, "WINDOWED": windowed, "ROTARY": rotary}
-    return {"A": A, "GROUP": group, **sees, "SPLITS": splits}
+def _constants(A: int, group: int, causal: bool, windowed: bool, splits: int) -> dict[str, Any]:
+    return {"A": A, "GROUP": group, "CAUSAL": causal, "WINDOWED": windowed, "SPLITS": splits}
 
 
 def compilations(
@@ -308,17 +284,11 @@ def compilations(
         for tensor, place in (("q", "h"), ("k", "j"), ("v", "j"))
         for side in ("b", place, "n" if tensor == "q" else "m", "a")
     }
-    common = {"cos_MC": "*fp32", "sin_MC": "*fp32", "X": "i32", "N": "i32", "M": "i32", "J": "i32"}
+    common = {"X": "i32", "N": "i32", "M": "i32", "J": "i32"}
     common |= {"window": "i32", "scale": "fp32", **strides}
-    kinds = (
-        ("prompt", block_r, 1, False),
-        ("prompt_rotary", block_r, 1, True),
-        ("decode", 16, splits or 8, False),
-    )
-    for name, rows, parts, rotary in kinds:
-        keys = block_m // 2 if rotary else block_m
-        tile = {"BLOCK_R": rows, "BLOCK_M": keys, "BLOCK_A": A}
-        launched = target.compiled(rows=rows, **_launch(tile, num_warps, rotary, 2))
+    for name, rows, parts in (("prompt", block_r, 1), ("decode", 16, splits or 8)):
+        tile = {"BLOCK_R": rows, "BLOCK_M": block_m, "BLOCK_A": A}
+        launched = target.compiled(rows=rows, **_launch(tile, num_warps, 2))
         yield gpu.Compilation(
             name=name,
             kernel=_attend,
@@ -326,9 +296,9 @@ def compilations(
                 "q_BHNA": "*bf16", "k_BJMA": "*bf16", "v_BJMA": "*bf16",
                 "y_SXA": "*bf16" if parts == 1 else "*fp32", "log_SX": "*fp32", **common,
             },
-            constexprs={**_constants(A, group, True, False, rotary, parts), **tile},
-            flops=4 * rows * keys * A,
-            bytes=2 * keys * A * 2,
+            constexprs={**_constants(A, group, True, False, parts), **tile},
+            flops=4 * rows * block_m * A,
+            bytes=2 * block_m * A * 2,
             **launched,
         )  # fmt: skip
     yield gpu.Compilation(
