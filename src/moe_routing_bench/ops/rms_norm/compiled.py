@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -9,8 +12,12 @@ from moe_routing_bench.core import cpp
 from moe_routing_bench.ops.rms_norm.op import reference
 
 FORWARD_ONLY = True
-# one program for all sizes; made in this process, because workers may not start others
-_compiled = torch.compile(reference, dynamic=True, fullgraph=True, options={"compile_threads": 1})
+
+
+@cache
+def _compiled() -> Callable[[Tensor, Tensor, float], Tensor]:
+    """One program for all sizes; made in this process, because workers may not start others."""
+    return torch.compile(reference, dynamic=True, fullgraph=True, options={"compile_threads": 1})
 
 
 def unsupported(x_TD: Tensor, norm_D: Tensor, eps: float) -> str | None:
@@ -21,4 +28,4 @@ def unsupported(x_TD: Tensor, norm_D: Tensor, eps: float) -> str | None:
 
 def run(x_TD: Tensor, norm_D: Tensor, eps: float) -> Tensor:
     with torch.no_grad():
-        return _compiled(x_TD.detach(), norm_D.detach(), eps)
+        return _compiled()(x_TD.detach(), norm_D.detach(), eps)
