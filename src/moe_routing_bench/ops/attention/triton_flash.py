@@ -29,7 +29,7 @@ from moe_routing_bench.ops.targets import Target, target_of
 FORWARD_ONLY = True
 MAX_WIDTH = 256  # of a head: a tile of it lies in registers
 BLOCK_R, BLOCK_M, NUM_WARPS = 64, 64, 8
-CONFIGS = ({"block_r": 16, "block_m": 128, "splits": 8}, {"block_r": 128, "block_m": 32})
+CONFIGS = ({"block_r": 16, "block_m": 128, "splits": 8},)
 NO_PART = tl.constexpr(float("-inf"))
 
 
