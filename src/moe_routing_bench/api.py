@@ -345,16 +345,18 @@ def measure(
     experiments: Sequence[Experiment], out: Path | None, *, suite: str = "", seconds: float,
     roofs: Roofs | None = None, began: float | None = None, progress: bool | None = None,
     on_outcome: OnOutcome = lambda outcome: None,
+    complete: Callable[[CellOutcome], CellOutcome] = lambda outcome: outcome,
 ) -> Results:  # fmt: skip
     """Measure all experiments in so many seconds from `began` on. Without `out` the records are kept as long
-    as the results are."""
+    as the results are. complete adds to an outcome before it is written."""
     sessions: list[str] = []
     with ExitStack() as stack:
         folder = temporary_folder(stack) if out is None else out
         executor = LocalExecutor(Budget(seconds, began))
         source = partial(
-            run_sweep, experiments, folder, executor, suite=suite, roofs=roofs, on_session=sessions.append
-        )
+            run_sweep, experiments, folder, executor, suite=suite, roofs=roofs, on_session=sessions.append,
+            complete=complete,
+        )  # fmt: skip
         outcomes = collected(source, len(experiments), progress=progress, on_outcome=on_outcome)
         selection = dict.fromkeys(sessions) if out is not None else None
         return Results(

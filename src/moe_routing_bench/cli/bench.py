@@ -131,8 +131,10 @@ def _command(span: str) -> Callable[..., None]:
 def measured(
     experiments: Sequence[Experiment], out: Path | None, *, suite: str, seconds: float, roofs: Roofs | None,
     show: Callable[[CellOutcome], None] | None = None,
+    complete: Callable[[CellOutcome], CellOutcome] = lambda outcome: outcome,
 ) -> list[CellOutcome]:  # fmt: skip
-    """Returns the outcomes of all cells. Ctrl-C ends the command and keeps the finished cells."""
+    """Returns the outcomes of all cells. Ctrl-C ends the command and keeps the finished cells. `complete`
+    adds to an outcome before it is written."""
     outcomes: list[CellOutcome] = []
 
     def done(outcome: CellOutcome) -> None:
@@ -144,7 +146,7 @@ def measured(
         with user_mistakes():
             api.measure(
                 experiments, out, suite=suite, seconds=seconds, roofs=roofs, began=command_start(),
-                progress=True, on_outcome=done,
+                progress=True, on_outcome=done, complete=complete,
             )  # fmt: skip
     except KeyboardInterrupt:
         saved = where_saved(out) if out is not None and outcomes else "Nothing was saved."

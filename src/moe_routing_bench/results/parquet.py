@@ -72,7 +72,7 @@ NAMED = {
 }
 WITHOUT_COLUMN = (
     "schema_version", "log_tail", "timing.samples.file", "timing.samples.offset", "timing.samples.sha256",
-    "experiment.implementations", "experiment.include",
+    "experiment.implementations", "experiment.include", "profile",
 )  # fmt: skip
 # columns of version 2, and the columns that replace them
 COPIES = {"protocol_seed": "routing_seed", "routing_suite_version": "suite_version"}

@@ -118,6 +118,7 @@ def _move(source: dict[str, Any], target: dict[str, Any], *names: str) -> None:
 
 MAX_LINE_BYTES = 64 * 1024
 MAX_LOG = 2_000
+MAX_OPERATIONS = 32
 DEFAULT_ROUTER = "softmax_topk"
 SETTING = ("layout", "router", "layer")
 SESSION = r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}"
@@ -317,6 +318,16 @@ class Timing(RecordPart):
         return self
 
 
+class Operation(RecordPart):
+    """bench.outcome.Operation"""
+
+    calls: Amount
+    self_seconds: Seconds
+    seconds: Seconds
+    device_seconds: Seconds
+    memory_bytes: Annotated[float, Field(ge=-1e30, le=1e30)]
+
+
 class ComparisonFacts(RecordPart):
     """The comparison with the baseline of the cell: ratio=1.05, low=1.035, high=1.059, verdict="SLOWER",
     ..."""
@@ -439,6 +450,8 @@ class Record(RecordPart):
     environment: Hash
     repro: Annotated[str, Field(max_length=4_000, pattern=r"^[^\x00-\x1f\x7f]*$")]
     log_tail: Log
+    # the longest operations, by name; empty if it was not profiled
+    profile: Annotated[dict[Name, Operation], Field(max_length=MAX_OPERATIONS)] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _no_time_without_a_pass(self) -> Self:

@@ -111,6 +111,10 @@ def _record(
         environment=environment,
         repro=repro_command(experiment, one.implementation),
         log_tail=log_tail(one.log_tail),
+        profile={
+            one_line(name, 300): schema.Operation(**vars(operation))
+            for name, operation in [*one.profile.items()][: schema.MAX_OPERATIONS]
+        },
     )
 
 

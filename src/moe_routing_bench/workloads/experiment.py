@@ -110,7 +110,7 @@ class Experiment:
     """
 
     span: str = axis(
-        MISSING, "An op; or pack (dispatch and combine), routing, layer, block, parallel.",
+        MISSING, "An op; or pack (dispatch and combine), routing, layer, block, decoder, parallel.",
         compare="agree", plural="spans",
     )  # fmt: skip
     direction: str = axis(

@@ -121,7 +121,7 @@ class _Worker:
         implementation = self.experiment.implementations[place]
         parts = self.span.parts(implementation.name)
         return {
-            "label": implementation.called("+".join(part.label for part in parts) or implementation.name),
+            "label": implementation.called(self.span.label(implementation.name)),
             "origin": "; ".join(sorted({part.origin for part in parts})) or BUILT_IN,
             "deterministic": all(part.deterministic for part in parts),
             "reuses_output": any(part.reuses_output for part in parts[-1:]),
