@@ -45,7 +45,7 @@ NOT_RUN = {
     r"mrb sweep (?!.*--dry-run)": "minutes to hours; the records are in measurements/records",
     r"mrb train study": "half an hour and more; the runs are in measurements/training",
     r".*kt_kernel": "needs kt-kernel; measurements/cpu/kt.txt has the transcript",
-    r".*--checkpoint|mrb model trace record|mrb model kernels": "needs a model; tests/models has small ones",
+    r".*--checkpoint|mrb model (trace record|kernels|freeze)": "needs a model; tests/models has small ones",
     r"mrb results report measurements": "a minute; test_report.py reads the same records",
     r"mrb doctor": "minutes, and it wants the machine for itself",
     r"mrb bench .*(qwen3-30b|olmoe|mixtral|seed-|--full)|mrb (bench block|model profile)": MINUTES,
