@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_routing_bench.core import cpp
 from moe_routing_bench.ops.rms_norm.op import reference
@@ -23,6 +24,8 @@ def _compiled() -> Callable[[Tensor, Tensor, float], Tensor]:
 def unsupported(x_TD: Tensor, norm_D: Tensor, eps: float) -> str | None:
     if min(x_TD.shape) < 2 or not x_TD.is_contiguous():  # each would be a program of its own
         return "it is compiled for two tokens or more, side by side in memory"
+    if isinstance(x_TD, FakeTensor):
+        return "a fake tensor cannot be compiled for"
     return cpp.why_not() if x_TD.is_cpu else None
 
 
