@@ -22,7 +22,7 @@ FLOORS = [
     ["layouts", "formats"],
     ["core"],
     ["parallel"],
-    ["ops.tracing", "ops.targets", "ops.implementation", "ops.registry"],
+    ["ops.tracing", "ops.targets", "ops.knobs", "ops.implementation", "ops.registry"],
     ["ops.decisions", "ops.preference", "ops.stand_ins", "ops.auto", "ops.catalog"],
     ["ops.hf", "ops.rows", "ops.coded", "ops.nodes"],
     ["ops.gpu", "ops.gpu_gemm", "ops.cute_threads", "ops.quack_calls", "ops.ggml_calls"],

@@ -15,9 +15,10 @@ Its own options are keywords after the op's arguments; `unsupported` takes the o
     plain(*arguments, store)                       the same computation in plain torch, if it rounds more
     freeze(weights)                                weights in the form it reads fastest, made once
 
-and FORWARD_ONLY, CONFIGS, NEEDS, HOST_SYNC, SPREADS_NAN, DETERMINISTIC, BATCH_INVARIANT, REUSES_OUTPUT or
-TIES (DESIGN.md). `mrb list` shows the first line of its docstring. There is no fallback: an implementation
-that cannot run raises NotImplementedError with the reason.
+and a dataclass Knobs of options that change its time alone (ops/knobs.py), FORWARD_ONLY, CONFIGS, NEEDS,
+HOST_SYNC, SPREADS_NAN, DETERMINISTIC, BATCH_INVARIANT, REUSES_OUTPUT or TIES (DESIGN.md). `mrb list` shows
+the first line of its docstring. There is no fallback: an implementation that cannot run raises
+NotImplementedError with the reason.
 """
 
 from __future__ import annotations
@@ -249,6 +250,7 @@ class Op:
             origin=origin,
             summary=first_line(module),
             configs=configs,
+            knobs=getattr(module, "Knobs", None),
             batch_invariant=bool(invariant),
             invariant_with=invariant if isinstance(invariant, Mapping) else {},
             ties=ties,
