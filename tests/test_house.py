@@ -40,6 +40,7 @@ FLOORS = [
     ["bench"],
     ["results"],
     ["fleet"],
+    ["tuning"],
     ["train"],
     ["studies"],
     ["report"],

@@ -127,8 +127,13 @@ GROUPS = {
     ),
     "tune": Group(
         'Make impl="auto" follow your measurements.',
-        {"decide": Place("decide", "Which implementation wins for which size? Writes a file.")},
+        {
+            "layer": Place("tune", "Search settings of the experts' kernel that are faster here."),
+            "op": Place("tune", "Search settings of one operation."),
+            "decide": Place("decide", "Which implementation wins for which size? Writes a file."),
+        },
         """
+  mrb tune layer --model olmoe-1b-7b --minutes 10 --out tuned
   mrb tune decide results -o decisions.json
 """,
     ),

@@ -23,6 +23,7 @@ NotImplementedError with the reason.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -41,7 +42,8 @@ from torch import Tensor
 
 from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict, judge_gradient, judge_result
 from moe_routing_bench.core.cost import Cost
-from moe_routing_bench.core.names import did_you_mean, parse_spec
+from moe_routing_bench.core.cpp import with_includes
+from moe_routing_bench.core.names import base_name, did_you_mean, parse_spec
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.tracing import while_tracing
 
@@ -165,6 +167,20 @@ class Op:
         roots = [Path(root) for root in spec.submodule_search_locations or []]
         files = sorted(path for root in roots for path in root.rglob("*.py"))
         return files or ([Path(spec.origin)] if spec.origin else [])
+
+    def source_hash(self, spec: str) -> str:
+        """16 digits that change with the code of an implementation: its file, the C++ beside it with our
+        headers, and those of the implementations that its options name."""
+        name, config = parse_spec(spec)
+        parts = [(self, name)] + [
+            (get_op(option), base_name(str(part)))
+            for option, part in config.items()
+            if option in built_in_ops()
+        ]
+        python = [path for op, part in parts for path in op.source_files(part)]
+        compiled = [path for path in python if path.with_suffix(".cpp").is_file()]
+        files = [*python, *(one for path in compiled for one in with_includes(path.with_suffix(".cpp")))]
+        return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
     def parameters(self) -> list[str]:
         return list(inspect.signature(self.reference).parameters)
