@@ -31,7 +31,7 @@ from moe_routing_bench.results.decisions import decide, write_decisions
 from moe_routing_bench.tuning.search import SEARCHES
 from moe_routing_bench.tuning.tune import TOKENS, Tuned, Tuner, known_races, space_of
 
-Minutes = Annotated[float, typer.Option(help="For all cases together, kernels that are built included.")]
+Minutes = Annotated[float, typer.Option(help="For all cases together; kernels are built before.")]
 Out = Annotated[Path, typer.Option(help="The results folder; the same command goes on with what it holds.")]
 How = Annotated[
     str, typer.Option("--search", help=f"{', '.join(SEARCHES)}; tpe needs optuna and a large space.")

@@ -129,7 +129,8 @@ def contests(fields: Sequence[Contested]) -> list[Contest]:
         listed.append(
             Contest(
                 T=one.T, case=one.case, load=_load(field.records[winner]), winner=winner, ratios=ratios,
-                against_winner=others, against_baseline={name: found for name, found in paired.items() if found is not None},
+                against_winner=others,
+                against_baseline={name: found for name, found in paired.items() if found is not None},
             )
         )  # fmt: skip
     return listed

@@ -130,10 +130,11 @@ class Tuner(LocalExecutor):
         whole = self.budget
         assert whole is not None
         start_server()
-        compile_first(
-            experiments,
-            lambda what: on_progress(experiments[0], Progress(what=what, share=0.0, left=whole.left)),
-        )
+        with whole.paused():
+            compile_first(
+                experiments,
+                lambda what: on_progress(experiments[0], Progress(what=what, share=0.0, left=whole.left)),
+            )
         with closing(Reuse()) as reuse:
             for place, experiment in enumerate(experiments):
                 check_scratch(experiment)
