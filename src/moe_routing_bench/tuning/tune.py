@@ -155,7 +155,8 @@ class Tuner(LocalExecutor):
             cell = replace(tuned.experiment, implementations=asked)
             known, began = self.known.get(cell_key(cell, this_machine())), time.perf_counter()
             if known is None:
-                outcome = measure(cell, budget=Budget(seconds), on_progress=partial(on_progress, cell))
+                budget = Budget(seconds, kit_apart=True)  # the kit is passed once, not in every race
+                outcome = measure(cell, budget=budget, on_progress=partial(on_progress, cell))
                 yield outcome
                 known = Known(ratios=ratios_of(outcome), seconds=time.perf_counter() - began)
                 tuned.failed |= {

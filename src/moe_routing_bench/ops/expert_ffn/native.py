@@ -76,10 +76,15 @@ class Knobs(KnobSet):
     the number of threads, which is the caller's."""
 
     rows: int | None = knob(
-        4, 6, 8, 10, 16, stage="products", help="Most rows of a block. Else 11, 6 with AVX2, 32 with AMX."
+        4, 6, 8, 10, 16, stage="blocks", help="Most rows of a block. Else 11, 6 with AVX2, 32 with AMX."
     )
     strip: int | None = knob(
-        1, 2, 4, 8, stage="products", help="Panels of 32 columns in a task of the first product. Else 1 to 4."
+        1,
+        2,
+        4,
+        8,
+        stage="first product",
+        help="Panels of 32 columns in a task of the first product. Else 1 to 4.",
     )
     strip_out: int | None = knob(
         1, 2, 4, 8, stage="second product", help="Panels in a task of the second product. Else 1 to 8."
