@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import moe_routing_bench as mrb
 from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.identity import identify
 from moe_routing_bench.bench.outcome import CellOutcome
@@ -18,6 +19,7 @@ from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.names import parse_spec
 from moe_routing_bench.fleet.sweep import run_sweep
 from moe_routing_bench.results.decisions import decide, write_decisions
+from moe_routing_bench.results.record import TUNING
 from moe_routing_bench.tuning import tune
 from moe_routing_bench.tuning.tune import Tuner, known_races, space_of
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
@@ -53,7 +55,7 @@ class Races:
 
 def run(folder: Path, seconds: float = 120.0, cases: tuple[Experiment, ...] = (CASE,)) -> Tuner:
     tuner = Tuner(seconds, search="greedy", known=known_races(folder))
-    list(run_sweep(cases, folder, tuner))
+    list(run_sweep(cases, folder, tuner, suite=TUNING))
     return tuner
 
 
@@ -131,3 +133,14 @@ def test_what_has_no_choice_is_refused() -> None:
             space_of(replace(CASE, span=span, implementations=(ImplementationRef(name=name),)))
     two = (ImplementationRef(name="gather_sum"), ImplementationRef(name="index_add"))
     assert space_of(replace(CASE, span="combine", implementations=two)).starts == ("gather_sum", "index_add")
+
+
+def test_a_report_shows_gains_a_map_and_the_ten_best(tmp_path: Path, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        Races(patch, gains)
+        cases = tuple(replace(CASE, T=T, case=f"own/{T}") for T in (60, 100, 200))
+        run(tmp_path / "tuned", 600, cases)
+    page = mrb.open(tmp_path / "tuned").report(tmp_path / "report.html").read_text()
+    assert "Tuned settings" in page and "Tuning gains in 3 of 3 cases" in page
+    assert page.count(">time / default</th>") == 3
+    assert "rows and strip_out: " in page

@@ -28,6 +28,7 @@ from moe_routing_bench.core.names import one_of
 from moe_routing_bench.fleet.sweep import run_sweep
 from moe_routing_bench.report.console import say, show
 from moe_routing_bench.results.decisions import decide, write_decisions
+from moe_routing_bench.results.record import TUNING
 from moe_routing_bench.tuning.search import SEARCHES
 from moe_routing_bench.tuning.tune import TOKENS, Tuned, Tuner, known_races, space_of
 
@@ -99,7 +100,7 @@ def _tune(
     done: list[CellOutcome] = []
     try:
         with user_mistakes():
-            source = partial(run_sweep, experiments, out, tuner, suite="tune", roofs=roofs)
+            source = partial(run_sweep, experiments, out, tuner, suite=TUNING, roofs=roofs)
             collected(source, len(experiments), progress=True, on_outcome=done.append)
     except KeyboardInterrupt:
         stopped(len(done), len(done), "The same command goes on from here.")

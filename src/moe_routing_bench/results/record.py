@@ -116,6 +116,7 @@ def _move(source: dict[str, Any], target: dict[str, Any], *names: str) -> None:
 MAX_LINE_BYTES = 64 * 1024
 MAX_LOG = 2_000
 DEFAULT_ROUTER = "softmax_topk"
+TUNING = "tune"  # the suite of records that `mrb tune layer` and `mrb tune op` write
 SETTING = ("layout", "router", "layer")
 SESSION = r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}"
 

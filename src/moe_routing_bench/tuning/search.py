@@ -100,7 +100,7 @@ def rungs(number: int) -> int:
     return races
 
 
-def greedy(space: Space) -> Search:
+def greedy(space: Space, *, pairs: bool = True) -> Search:
     """One stage after the other, each given the best of the others; then the pairs of knobs that were turned
     in different stages, because they may interact."""
     default = space.starts[0]
@@ -113,10 +113,10 @@ def greedy(space: Space) -> Search:
         yield from halving(space.settings(best, names), seen, races_left=later + 2)
         best = min(seen, key=seen.__getitem__)
     turned = [name for name in parse_spec(best)[1] if any(name in names for names in plan)]
-    pairs = [pair for pair in combinations(turned, 2) if not any(set(pair) <= set(names) for names in plan)]
-    for place, pair in enumerate(pairs):
+    apart = [pair for pair in combinations(turned, 2) if not any(set(pair) <= set(names) for names in plan)]
+    for place, pair in enumerate(apart if pairs else ()):
         asked = space.settings(best, pair)
-        yield from halving(asked, seen, races_left=(len(pairs) - place) * rungs(len(asked)))
+        yield from halving(asked, seen, races_left=(len(apart) - place) * rungs(len(asked)))
 
 
 def exhaustive(space: Space) -> Search:
