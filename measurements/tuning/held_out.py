@@ -44,10 +44,11 @@ def used(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
             names = (base_name(winner.impl), winner.impl)
             facts = entry.facts._asdict()
             sizes = {**{letter: facts[letter] for letter in "DFEK"}, **asked.sizes}
+            both = tuple(ImplementationRef(name=one, frozen=entry.facts.frozen) for one in names)
             cell = Experiment(
-                span=entry.op, case=f"own/{T}", T=T, **sizes, dtype=facts["dtype"], activation=facts["activation"],
-                threads=entry.threads, workload=asked.workload or entry.workload, max_seconds=asked.seconds,
-                implementations=tuple(ImplementationRef(name=one, frozen=entry.facts.frozen) for one in names),
+                span=entry.op, case=f"own/{T}", T=T, **sizes, dtype=entry.facts.dtype,
+                activation=entry.facts.activation, threads=entry.threads, max_seconds=asked.seconds,
+                workload=asked.workload or entry.workload, implementations=both,
             )  # fmt: skip
             one = run_cell(cell, budget=Budget(asked.seconds, kit_apart=True)).subjects[1]
             if one.comparison is None:
@@ -60,9 +61,13 @@ def used(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def agreeing(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     a, b = (
-        {(one.op, one.facts, one.workload, won.T): won for one in read_decisions(path).entries for won in one.by_tokens}
+        {
+            (entry.op, entry.facts, entry.workload, won.T): won
+            for entry in read_decisions(path).entries
+            for won in entry.by_tokens
+        }
         for path in asked.files
-    )  # fmt: skip
+    )
     for key in sorted(a.keys() & b.keys(), key=str):
         mine, its = a[key], b[key]
         tie = mine.impl in its.ties and its.impl in mine.ties
