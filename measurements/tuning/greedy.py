@@ -98,10 +98,7 @@ def main() -> None:
                 "table": table,
             }
         )  # fmt: skip
-        print(
-            f"{title}: {found}, greedy is slower by {100 * how_far:.1f} %, noise {outcome.aa_floor}",
-            flush=True,
-        )
+        print(title, found, how_far, f"noise {outcome.aa_floor}", flush=True)
     document = {
         "command": f"python measurements/tuning/greedy.py --seconds {asked.seconds:g}",
         "machine": this_machine().name,
