@@ -57,10 +57,6 @@ def decide_command(
     if as_json:
         show_json({"file": str(target), "decisions": document, **decided_document(decided)})
         return
-    show_decided(decided, target)
-
-
-def show_decided(decided: Decided, target: Path) -> None:
     for answer in decided.answers:
         show(Text(printable(answer.question), "bold cyan"), _table(answer))
         show(Text(printable(f"  {_sentence(answer.overall)}"), "dim"), "")

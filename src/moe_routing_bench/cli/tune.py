@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from moe_routing_bench.api import collected, roofs_here
 from moe_routing_bench.bench.budget import command_start
@@ -22,13 +23,16 @@ from moe_routing_bench.bench.choosing import (
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.cli.bench import stopped
-from moe_routing_bench.cli.decide import decided_document, show_decided
+from moe_routing_bench.cli.decide import decided_document
 from moe_routing_bench.cli.options import Json, fail, include_all, show_json, user_mistakes, with_options
 from moe_routing_bench.core.names import one_of
+from moe_routing_bench.core.text import printable
 from moe_routing_bench.fleet.sweep import run_sweep
+from moe_routing_bench.ops.auto import VARIABLE
 from moe_routing_bench.report.console import say, show
 from moe_routing_bench.results.decisions import decide, write_decisions
 from moe_routing_bench.results.record import TUNING
+from moe_routing_bench.results.winners import Contest
 from moe_routing_bench.tuning.search import SEARCHES
 from moe_routing_bench.tuning.tune import TOKENS, Tuned, Tuner, known_races, space_of
 
@@ -37,6 +41,7 @@ Out = Annotated[Path, typer.Option(help="The results folder; the same command go
 How = Annotated[
     str, typer.Option("--search", help=f"{', '.join(SEARCHES)}; tpe needs optuna and a large space.")
 ]
+DECIDING = 3.0  # seconds to make decisions of the records and write them
 
 
 @with_options
@@ -93,7 +98,8 @@ def _tune(
         for experiment in experiments:
             space_of(experiment)
         try:
-            tuner = Tuner(60 * minutes, search=search, known=known_races(out), began=command_start())
+            seconds = 60 * minutes - DECIDING
+            tuner = Tuner(seconds, search=search, known=known_races(out), began=command_start())
         except NotImplementedError as reason:
             fail(str(reason))
         roofs = roofs_here(experiments, progress=True)
@@ -110,12 +116,26 @@ def _tune(
     if as_json:
         show_json({"tuned": [_document(one) for one in tuner.tuned], **decided_document(decided)})
         return
-    show_decided(decided, target)
+    for answer in decided.answers:
+        show(Text(printable(answer.question), "bold cyan"))
+        for contest in answer.contests:
+            show(Text(printable(f"  T={contest.T}: {_sentence(contest)}")))
     for one in tuner.tuned:
         if not one.ranked:
             say(f"{one.experiment.title}: no time to rank the best settings again; --minutes gives more")
     timed = sum(len(one.seen) for one in tuner.tuned)
-    show(f"{timed} settings were timed in {sum(one.races for one in tuner.tuned)} races.")
+    races = sum(one.races for one in tuner.tuned)
+    show(f"{timed} settings in {races} races. Written to {target}; use it with {VARIABLE}={target}.")
+    show(f"`mrb results report {out}` draws it.")
+
+
+def _sentence(contest: Contest) -> str:
+    if (gain := contest.against_baseline.get(contest.chosen)) is None:
+        return (
+            f"no gain: none of {len(contest.ratios) - 1} settings is shown to be faster than {contest.chosen}"
+        )
+    low, high = (1 / end for end in reversed(gain.interval))
+    return f"{contest.chosen} is {1 / gain.ratio:.3f}x faster (99 % interval {low:.3f}x to {high:.3f}x)"
 
 
 def _document(one: Tuned) -> dict[str, Any]:

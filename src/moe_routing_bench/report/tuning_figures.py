@@ -110,10 +110,10 @@ def gains(group: Group) -> Picture | None:
 def knob_map(cells: Sequence[Cell]) -> Picture | None:
     """The two knobs with most settings that turn both, or one of them, and no other."""
     seen: dict[tuple[tuple[str, int], ...], float] = {}
-    for one in (record for cell in cells for record in cell.passed):
-        if one.implementation.role in ("baseline", "candidate"):
-            config = parse_spec(ImplementationRef.read(one.implementation.spec).name)[1]
-            seen[tuple(sorted(config.items()))] = _ratio(one)
+    for record in (record for cell in cells for record in cell.passed):
+        if record.implementation.role in ("baseline", "candidate"):
+            config = parse_spec(ImplementationRef.read(record.implementation.spec).name)[1]
+            seen[tuple(sorted(config.items()))] = _ratio(record)
     names = sorted({name for config in seen for name, _ in config})
     pairs = [
         (x, y, {config: ratio for config, ratio in seen.items() if {name for name, _ in config} <= {x, y}})
