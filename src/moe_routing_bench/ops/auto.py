@@ -201,8 +201,10 @@ def _choose(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] 
     for value in args:
         if type(value) is ExpertWeights and isinstance(value.w_in_EDG, Frozen):
             return _frozen(op, args, op.get(_tuned(op, args, value.w_in_EDG.form.label)))
-    for row in _rows(op, args, weights):
-        if row.always or _fits(row, args):
+    rows = _rows(op, args, weights)
+    tokens = 0 if rows[0].most_tokens is None else _tokens(args)
+    for row in rows:
+        if row.always or _fits(row, args, tokens):
             break
     passed, tracing = "", is_dynamo_compiling()
     for spec, choice in row.candidates:
@@ -221,11 +223,10 @@ def _tuned(op: Op, args: tuple[Any, ...], label: str) -> str:
     """The measured setting of the kernel that packed the weights; `label` if none is known for this call."""
     if not _follows_decisions():
         return label
-    for row in _rows(op, args, None):
-        if row.always or _fits(row, args):
-            spec = row.candidates[0][0]
-            return spec if row.measured and base_name(spec) == label else label
-    return label
+    tokens = _tokens(args)
+    row = next(row for row in _rows(op, args, None) if row.always or _fits(row, args, tokens))
+    spec = row.candidates[0][0]
+    return spec if row.measured and base_name(spec) == label else label
 
 
 def _frozen(op: Op, args: tuple[Any, ...], implementation: Implementation) -> Choice:
@@ -249,8 +250,8 @@ class _Row:
     always: bool  # the row has no condition
 
 
-def _fits(row: _Row, args: tuple[Any, ...]) -> bool:
-    return (row.most_tokens is None or _tokens(args) <= row.most_tokens) and fits(row.preference, args)
+def _fits(row: _Row, args: tuple[Any, ...], tokens: int) -> bool:
+    return (row.most_tokens is None or tokens <= row.most_tokens) and fits(row.preference, args)
 
 
 @dataclass
