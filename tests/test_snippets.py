@@ -50,6 +50,7 @@ NOT_RUN = {
     r"mrb doctor": "minutes, and it wants the machine for itself",
     r"mrb bench .*(qwen3-30b|olmoe|mixtral|seed-|--full)|mrb (bench block|model profile)": MINUTES,
     r"mrb bench layer (--router|--tokens (512|1024))|mrb bench (expert_ffn|parallel)": MINUTES,
+    r"mrb tune (layer|op) ": MINUTES,
     r"mrb check$": "half an hour; a step of .ci/run",
     r"bash measurements/parallel": "minutes of training; what it printed is beside it",
     r"mrb .*(s3|gs|az)://": "needs an object store; test_fleet_s3.py has one",

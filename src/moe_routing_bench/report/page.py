@@ -33,6 +33,7 @@ from moe_routing_bench.report.tables import (
     study_table,
     verdict_of,
 )
+from moe_routing_bench.report.tuning_figures import gains, knob_map, top_ten, tuned
 from moe_routing_bench.report.winners import MEANING, Hovers, answer, decided, leads, winner_map
 from moe_routing_bench.results.record import Record
 from moe_routing_bench.train.pareto import sentences
@@ -189,6 +190,11 @@ def _sections(chapter: Chapter, hovers: Hovers, details: list[list[str]], room: 
             text=(MEANING,),
         ),
         _drawn("One choice everywhere", [], [regret_table(group) for group in groups], (choice,)),
+        _drawn(
+            "Tuned settings",
+            [picture for group in groups for picture in (gains(group), *map(knob_map, tuned(group)))],
+            [top_ten(cells) for group in groups for cells in tuned(group)],
+        ),
         _drawn("Time and memory", [draw.memory(group) for group in groups]),
         _drawn("Layouts", [draw.layouts(group) for group in groups]),
         _drawn("Stages", [draw.stages(group) for group in groups]),

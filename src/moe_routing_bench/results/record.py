@@ -120,6 +120,7 @@ MAX_LINE_BYTES = 64 * 1024
 MAX_LOG = 2_000
 MAX_OPERATIONS = 32
 DEFAULT_ROUTER = "softmax_topk"
+TUNING = "tune"  # the suite of records that `mrb tune layer` and `mrb tune op` write
 SETTING = ("layout", "router", "layer")
 SESSION = r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}"
 

@@ -234,7 +234,7 @@ def _angles(inputs: Inputs, dtype: torch.dtype) -> Any:
     return angles(N, A, torch.empty((), dtype=dtype, device=inputs.put))
 
 
-def _block(inputs: Inputs, dtype: torch.dtype, names: Mapping[str, str]) -> DenseBlock:
+def _block(inputs: Inputs, dtype: torch.dtype, names: Mapping[str, Any]) -> DenseBlock:
     """The block with the case's sizes; its feed-forward network is the first expert."""
     case, weights = inputs.experiment, inputs.weights
     _, H, _, _ = case.query_shape

@@ -76,10 +76,11 @@ class _Linear(torch.autograd.Function):
 
 
 def _linear(x_TD: Tensor, w_FD: Tensor | PackedMatrix, b_F: Tensor | None, level: str) -> Tensor:
+    packed, strides = isinstance(w_FD, PackedMatrix), (0, 0)
     if isinstance(w_FD, PackedMatrix):
-        F, D, packed, stored, strides = w_FD.F, w_FD.D, True, w_FD.panels, (0, 0)
+        F, D, stored = w_FD.F, w_FD.D, w_FD.panels
     else:
-        (F, D), packed, stored, strides = w_FD.shape, False, w_FD, w_FD.stride()
+        F, D, stored, strides = *w_FD.shape, w_FD, (w_FD.stride(0), w_FD.stride(1))
     if x_TD.shape[1] != D or (b_F is not None and b_F.shape != (F,)):
         raise ValueError(
             f"x has width {x_TD.shape[1]}; the matrix is {F} x {D}, the bias "
