@@ -244,7 +244,7 @@ def claims() -> list[Claim]:
             ("run {}x to {}x faster than those of Transformers on a CPU", DEFAULT, headline),
             ("For {} to {} tokens they are {}x to {}x faster as built,", DEFAULT, lambda: caption()[:4]),
             ("and {}x to {}x faster once their weights are frozen", DEFAULT, lambda: caption()[4:]),
-            ("There are {} rules", "src/moe_routing_bench/routers", lambda: (len(built_in_names()),)),
+            ("There are {} routers", "src/moe_routing_bench/routers", lambda: (len(built_in_names()),)),
             *(
                 (f"| {shown} | {{}} ± {{}} | {{}} | {{}} % |", STUDY, partial(standing, rule))
                 for rule, shown in ROUTERS.items()

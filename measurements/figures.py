@@ -425,7 +425,12 @@ def _regret_section(archive: Path = RECORDS / f"{REGRET}.tar.xz") -> list[str]:
     return _section(
         finding,
         "Regret: the time of what `auto` picks over that of the fastest implementation; 1 is the fastest. "
-        f"In {len(groups) - len(shown)} more groups the regret is 1.00 in every cell.",
+        f"In {len(groups) - len(shown)} more groups the regret is 1.00 in every cell. "
+        "Where Transformers is faster: one token of Mixtral's sizes waits for memory, and ours reads the "
+        "second weights of an expert more slowly than torch's product does; tiny layers of 1,024 tokens wait "
+        "for arithmetic, frozen or not; in tiny training the two products of the backward pass take longer "
+        "than torch's (`measurements/cpu/slower_than_transformers.txt`). At 4 and 4,096 tokens it is not "
+        "decided.",
         table(
             ("group", "cells", "median", "95 %", "worst", "Transformers faster in"),
             [

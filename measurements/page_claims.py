@@ -86,8 +86,8 @@ def launches() -> Numbers:
 
 
 def cute_faults() -> Numbers:
-    (planted,) = quoted("gpu/cute_mutations.txt", r"^(\d+) of \1 faults noticed")
-    by_tests = len(re.findall(r" cells  test ", text("gpu/cute_mutations.txt")))
+    (planted,) = quoted("gpu/cute_mutations.txt", r"^(\d+) of \1 faults planted")
+    (by_tests,) = map(int, re.findall(r"(\d+)  by tests/cute/", text("gpu/cute_mutations.txt")))
     assert by_tests == 3  # docs/gpu.md says "the other three"
     return planted, int(str(planted)) - by_tests
 

@@ -11,11 +11,13 @@ from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from sample_outcomes import an_outcome
 
-SUBJECTS = (ImplementationRef(name="staged"), ImplementationRef(name="native"))
+IMPLEMENTATIONS = (ImplementationRef(name="staged"), ImplementationRef(name="native"))
 
 
 def made_cells(count: int) -> list[Experiment]:
-    return [an_outcome(0.01, 0.02, subjects=SUBJECTS, T=100 + n).experiment for n in range(count)]
+    return [
+        an_outcome(0.01, 0.02, implementations=IMPLEMENTATIONS, T=100 + n).experiment for n in range(count)
+    ]
 
 
 def key_of(experiment: Experiment) -> str:
@@ -40,5 +42,5 @@ class MadeUp:
             self.measured.append(experiment.title)
             T = experiment.T
             second = "CRASHED" if T in self.failing else T * 2e-4
-            made = an_outcome(T * 1e-4, second, subjects=SUBJECTS, T=T, twin=self.twin)
+            made = an_outcome(T * 1e-4, second, implementations=IMPLEMENTATIONS, T=T, twin=self.twin)
             yield replace(made, identity=replace(made.identity, key=key_of(experiment)))

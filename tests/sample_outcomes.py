@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_routing_bench.bench.identity import Identity
 from moe_routing_bench.bench.noise import NoiseDuring, noise_now
-from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
+from moe_routing_bench.bench.outcome import CellOutcome, ImplementationOutcome
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.verdict import Paired, compare, compare_cell
 from moe_routing_bench.core.cost import Cost
@@ -22,7 +22,7 @@ ROUNDS = 20
 
 def an_outcome(
     *times: float | str,
-    subjects: tuple[ImplementationRef, ...],
+    implementations: tuple[ImplementationRef, ...],
     span: str = "layer",
     direction: str = "forward",
     workload: str = "zipf(1.2)",
@@ -30,19 +30,20 @@ def an_outcome(
     twin: bool = False,
     **sizes: int,
 ) -> CellOutcome:
-    """Each subject has its time in seconds, or its failed status; the first with a time is the baseline.
+    """Each implementation has its time in seconds, or its failed status; the first with a time is the
+    baseline.
 
     twin: as the runner has it, with a twin of the baseline and the statistics of the whole cell
     """
     shape = MoEShape(**{"T": 100, "D": 64, "F": 32, "E": 8, "K": 2, **sizes})
     name = f"own/{shape.T}x{shape.D}-e{shape.E}-k{shape.K}"
     case = Experiment(case=name, span=span, **vars(shape), dtype="float32", direction=direction)
-    experiment = replace(case, workload=workload, implementations=subjects)
+    experiment = replace(case, workload=workload, implementations=implementations)
     load: Any = dict.fromkeys(LoadStatistics.__dataclass_fields__, 0)
-    found: list[SubjectOutcome] = []
+    found: list[ImplementationOutcome] = []
     base: tuple[float, ...] = ()
-    for subject, time in zip(subjects, times, strict=True):
-        label = subject.name
+    for implementation, time in zip(implementations, times, strict=True):
+        label = implementation.name
         if isinstance(time, str):
             about: dict[str, Any] = {"status": Status[time], "reason": "why"}
         else:
@@ -52,10 +53,10 @@ def an_outcome(
             about["comparison"] = compare(base, samples) if base else None
             about["peak_rss_bytes"] = 300 * 2**20
             base = base or samples
-        found.append(SubjectOutcome(subject=subject, label=label, cost=cost, **about))
+        found.append(ImplementationOutcome(implementation=implementation, label=label, cost=cost, **about))
     if twin:
         found = _with_twin(found)
-    hashes = dict.fromkeys(subjects, HASH)
+    hashes = dict.fromkeys(implementations, HASH)
     identity = Identity(key=HASH, harness=HASH, contracts=hashes, sources=hashes)
     now = noise_now()
     return CellOutcome(
@@ -64,7 +65,7 @@ def an_outcome(
     )  # fmt: skip
 
 
-def _with_twin(found: list[SubjectOutcome]) -> list[SubjectOutcome]:
+def _with_twin(found: list[ImplementationOutcome]) -> list[ImplementationOutcome]:
     base = next(one for one in found if one.samples)
     twin = replace(base, role="twin", samples=tuple(1.001 * one for one in base.samples))
     timed = [one for one in [*found, twin] if one.samples and one is not base]

@@ -11,7 +11,7 @@ import numpy as np
 
 from moe_routing_bench.bench.verdict import compare
 from moe_routing_bench.results.folder import Session
-from moe_routing_bench.results.record import Comparison, Timing, content_hash, parse_record
+from moe_routing_bench.results.record import ComparisonFacts, Timing, content_hash, parse_record
 from sample_records import document, failed, line, with_times
 
 ENVIRONMENT = {
@@ -23,12 +23,12 @@ OTHER_TORCH = {**ENVIRONMENT, "machine": {**ENVIRONMENT["machine"], "torch": "2.
 ROUNDS = 40
 FLOOR = 0.004
 
-Contender = float | str | list[float]
+Given = float | str | list[float]
 
 
 def add_cell(
     session: Session,
-    contenders: Mapping[str, Contender],
+    implementations: Mapping[str, Given],
     *,
     environment: Mapping[str, Any] = ENVIRONMENT,
     drift: float = 1.0,
@@ -40,19 +40,20 @@ def add_cell(
     each: Mapping[str, Mapping[str, Any]] | None = None,
     **changes: Any,
 ) -> None:
-    """A cell as the runner records it. A contender is a factor on 10 ms, its samples, or its failed status;
-    the first that passed is the baseline. All share the noise of a round. each: changes by contender."""
+    """A cell as the runner records it. An implementation is a factor on 10 ms, its samples, or its failed
+    status; the first that passed is the baseline. All share the noise of a round. each: changes by
+    implementation."""
     rng = np.random.default_rng(seed)
     shared = 0.010 * drift * rng.lognormal(0, 0.03, ROUNDS)
     env = session.put_environment(environment)
-    key = content_hash([sorted(contenders), repr(changes), repr(each), repr(sources), env])
+    key = content_hash([sorted(implementations), repr(changes), repr(each), repr(sources), env])
     base_name, base = "", shared
     records = []
-    names = list(contenders)
+    names = list(implementations)
     if twin:
-        names.append(next(n for n, c in contenders.items() if not isinstance(c, str)))
+        names.append(next(n for n, c in implementations.items() if not isinstance(c, str)))
     for place, name in enumerate(names):
-        given = contenders[name]
+        given = implementations[name]
         common: dict[str, Any] = {
             "session": session.id,
             "record_id": session.new_record_id(),
@@ -75,20 +76,20 @@ def add_cell(
             continue
         own = rng.lognormal(0, 0.005, ROUNDS)
         samples = np.asarray(given) if isinstance(given, list) else given * shared * own
-        role = "twin" if place == len(contenders) else "candidate" if base_name else "baseline"
+        role = "twin" if place == len(implementations) else "candidate" if base_name else "baseline"
         whole = document(**common, implementation__role=role, comparison=None)
         timing = Timing.of(samples, 0.2, session.put_samples(samples), {})
         whole = with_times(whole, timing)
         if role == "baseline":
             base_name, base = name, samples
         elif len(samples) == len(base) >= 5:
-            found = Comparison.of(base_name, compare(base, samples, aa_floor=floor), floor)
+            found = ComparisonFacts.of(base_name, compare(base, samples, aa_floor=floor), floor)
             whole["comparison"] = json.loads(found.model_dump_json())
         records.append(parse_record(line(whole)))
     session.append(records)
 
 
-def make_run(folder: Path, contenders: Mapping[str, Contender], **options: Any) -> Path:
+def make_run(folder: Path, implementations: Mapping[str, Given], **options: Any) -> Path:
     with Session.start(folder) as session:
-        add_cell(session, contenders, **options)
+        add_cell(session, implementations, **options)
     return folder

@@ -74,7 +74,9 @@ def main(folder: Path, count: int, bad: list[str]) -> None:
     plan = plan_sweep(cells, folder)
     print(f"todo {len(plan.todo)}", flush=True)
     for outcome in run_sweep(plan.todo, folder, LocalExecutor()):
-        print(f"done {outcome.experiment.case} {[str(o.status) for o in outcome.subjects]}", flush=True)
+        print(
+            f"done {outcome.experiment.case} {[str(o.status) for o in outcome.implementations]}", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -93,3 +93,11 @@ def test_other_settings_can_be_read() -> None:
     assert yaml.safe_load(text_of(".readthedocs.yaml"))["sphinx"]["configuration"] == "docs/conf.py"
     hooks = yaml.safe_load(text_of(".pre-commit-config.yaml"))["repos"][0]["hooks"]
     assert [hook["entry"].split()[:2] for hook in hooks] == [["ruff", "check"], ["ruff", "format"]]
+
+
+@pytest.mark.parametrize("page", [one for one in DOCUMENTS if one.startswith("docs/tutorials/")])
+def test_a_tutorial_says_how_long_it_takes(page: str) -> None:
+    """measurements/first_hour.json has the seconds of each command, by tests/first_hour.py."""
+    rows = json.loads((ROOT / "measurements" / "first_hour.json").read_text())
+    minutes = max(1, round(sum(row.get("seconds", 0) for row in rows if row["page"] == page) / 60))
+    assert f"take about {minutes} minute{'s' * (minutes > 1)} on two cores" in text_of(page)

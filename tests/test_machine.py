@@ -297,13 +297,13 @@ def test_doctor_measures_once_and_remembers(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(roofs_module, "measure_roofs", fake)
     # roofs of a busy machine are marked, and measured again by the next call
-    assert "nothing is held to them" in mrb("doctor").stdout
+    assert "no time is checked against them" in mrb("doctor").stdout
     document = mrb_json("doctor")
     assert len(measured) == 2 and not document["roofs"]["busy"]
     assert document["machine"]["name"] == this_machine().name
     assert document["roofs"]["read_bytes"]["1"] == 2e10
     text = mrb("doctor").stdout
     assert "GB/s" in text and "GFLOP/s" in text and this_machine().name in text
-    assert len(measured) == 2 and "nothing is held" not in text
+    assert len(measured) == 2 and "no time is checked" not in text
     again = mrb_json("doctor", "--again")
     assert len(measured) == 3 and again["roofs"]["read_bytes"]["1"] == 2e10  # the best ever seen

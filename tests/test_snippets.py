@@ -45,15 +45,17 @@ NOT_RUN = {
     r"mrb sweep (?!.*--dry-run)": "minutes to hours; the records are in measurements/records",
     r"mrb train study": "half an hour and more; the runs are in measurements/training",
     r".*kt_kernel": "needs kt-kernel; measurements/cpu/kt.txt has the transcript",
-    r".*--checkpoint|mrb model trace record|mrb model kernels": "needs a model; tests/models has small ones",
+    r".*--checkpoint|mrb model (trace record|kernels|freeze)": "needs a model; tests/models has small ones",
     r"mrb results report measurements": "a minute; test_report.py reads the same records",
     r"mrb doctor": "minutes, and it wants the machine for itself",
     r"mrb bench .*(qwen3-30b|olmoe|mixtral|seed-|--full)|mrb (bench block|model profile)": MINUTES,
     r"mrb bench layer (--router|--tokens (512|1024))|mrb bench (expert_ffn|parallel)": MINUTES,
+    r"mrb tune (layer|op) ": MINUTES,
     r"mrb check$": "half an hour; a step of .ci/run",
     r"bash measurements/parallel": "minutes of training; what it printed is beside it",
     r"mrb .*(s3|gs|az)://": "needs an object store; test_fleet_s3.py has one",
     r"mrb bundle verify": "needs a bundle; test_bundle.py makes them",
+    r"mrb tune (check|import|export)": "needs tuned files; tests/studies/test_tuned.py has small ones",
     r"mrb model formats .*--text": "trains a model; docs/formats.md has what it printed",
 }
 NIGHTLY = {

@@ -119,15 +119,15 @@ def compared(folder: Path, name: str, i: int, seconds: float) -> list[Compared]:
     T, D, F, E, K = SIZES[i % len(SIZES)]
     shape = MoEShape(T=T, D=D, F=F, E=E, K=K)
     case = Experiment(case="own/power", span="expert_ffn", **vars(shape), dtype="float32")
-    subjects = (
+    implementations = (
         ImplementationRef(name="staged"),
         *(ImplementationRef(name=f"{name}_{n}") for n in range(COPIES)),
     )
     experiment = replace(
-        case, workload="uniform", implementations=subjects, include=(str(folder),), max_seconds=seconds
+        case, workload="uniform", implementations=implementations, include=(str(folder),), max_seconds=seconds
     )
     rows = []
-    for one in run_cell(experiment).subjects[1:]:
+    for one in run_cell(experiment).implementations[1:]:
         if one.comparison is None:
             row = Compared(str(one.status), math.nan, math.nan, 0)
         else:

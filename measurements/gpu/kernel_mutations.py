@@ -1,18 +1,19 @@
-"""Does our test bench notice every fault in a Triton kernel? Plant them one at a time, and look.
+"""Do our tests notice every fault in a GPU kernel? This script plants faults one at a time, and looks.
 
-    TRITON=/where/triton/is python measurements/gpu/kernel_mutations.py   50 minutes; go on after Ctrl-C
-    ... --only 'gpu.py' --again                                           those of one file, once more
+    PACKAGES=/where/triton/is python measurements/gpu/kernel_mutations.py   50 minutes; go on after Ctrl-C
+    ... --only 'gpu.py' --again                                             those of one file, once more
+    ... --language cute                                                     the CuTe kernels, 6 minutes
 
-The faults stand in tests/data/kernel_mutations.toml. For each, the sources are copied, the fault is put in,
-and a process of its own interprets the kernels, first the conformance kit's cells of that implementation (as
-tests/interpreted/test_kit.py has them: watched memory, programs in random order; every case once, cheap ones
-first, then every case in another dtype or layout, and so on), then, if the kit noticed nothing, the tests in
-tests/interpreted of that family. It ends at the first failure. `first` in the table names tests to begin
-with, where it is known that the kit's small cases cannot notice. Every implementation is also run without any
-fault: that one must survive.
+The faults stand in tests/data/LANGUAGE_mutations.toml. For each, the sources are copied and the fault is put
+in. A process of its own runs the kernels on the CPU: Triton's are interpreted, with watched memory and
+programs in random order; CuTe's threads run one after another (ops/cute_threads.py). It runs the conformance
+kit's cells of that implementation, every case once, cheap ones first, then every case in another dtype or
+layout, and so on. If the kit notices nothing, it runs the tests of that family. It ends at the first failure.
+`first` in the table names tests to begin with, where it is known that the kit's small cases cannot notice.
+Every implementation is also run without any fault, and must pass.
 
-Writes kernel_mutations.json (what is in there is not run again) and kernel_mutations.txt beside it. Needs
-triton (in the environment, or its folder in TRITON).
+Writes LANGUAGE_mutations.json (what is in there is not run again) and a .txt beside it. Needs triton or
+nvidia-cutlass-dsl, in the environment or in the folder PACKAGES.
 """
 
 from __future__ import annotations
@@ -29,18 +30,20 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 OPS = Path("src/moe_routing_bench/ops")
-RESULTS = HERE / "kernel_mutations.json"
 MAX_SECONDS = 900.0
 TESTS = {
     "dispatch": "test_moving_kernels.py",
@@ -50,10 +53,18 @@ TESTS = {
     "topk": "test_routing_kernels.py",
     "score_topk": "test_routing_kernels.py",
     "make_plan": "test_routing_kernels.py",
+    "attention": "test_dense_kernels.py",
+    "rms_norm": "test_dense_kernels.py",
 }
 FAR = "test_far_kernels.py"  # places past 2^31, of all kernels
-# these start processes of their own, which do not interpret
+# these start processes of their own, which do not run on the CPU
 LEFT_OUT = "not compil and not on_a_gpu and not registered"
+Language = Literal["kernel", "cute"]  # kernel: Triton
+TITLES: dict[Language, str] = {"kernel": "Triton", "cute": "CuTe"}
+ON_CPU: dict[Language, dict[str, str]] = {
+    "kernel": {"TRITON_INTERPRET": "1"},
+    "cute": {"MRB_CUTE_ON_CPU": "1"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +83,17 @@ class Mutation:
         return sha256(repr(self).encode()).hexdigest()[:12]
 
 
-def mutations() -> list[Mutation]:
-    rows = tomllib.loads((ROOT / "tests" / "data" / "kernel_mutations.toml").read_text())["mutation"]
+def results_of(language: Language) -> Path:
+    return HERE / f"{language}_mutations.json"
+
+
+def mutations(language: Language) -> list[Mutation]:
+    rows = tomllib.loads((ROOT / "tests" / "data" / f"{language}_mutations.toml").read_text())["mutation"]
     return [Mutation(**{"look": _implementation(row["file"]), **row}) for row in rows]
 
 
-def controls() -> list[Mutation]:
-    looks = dict.fromkeys(mutation.look for mutation in mutations())
+def controls(language: Language) -> list[Mutation]:
+    looks = dict.fromkeys(mutation.look for mutation in mutations(language))
     return [Mutation(file="", kind="no_fault", old="", new="", look=look) for look in looks]
 
 
@@ -102,19 +117,20 @@ def plant(mutation: Mutation, folder: Path) -> None:
         path.write_text(text.replace(mutation.old, mutation.new))
 
 
-def look_for(mutation: Mutation) -> dict[str, Any]:
+def look_for(language: Language, mutation: Mutation) -> dict[str, Any]:
     """What became of a fault: {"caught": True, "by": "kit", "cells": 3, "told": "raised RaceError: ..."}."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         plant(mutation, Path(name))
-        paths = [os.environ.get("TRITON", ""), f"{name}/src"]
+        paths = [os.environ.get("PACKAGES", ""), f"{name}/src"]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "TRITON_INTERPRET": "1",
+            **ON_CPU[language],
             "OPENBLAS_NUM_THREADS": "1",
             "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, str(HERE / "kernel_mutations.py"), "--look", mutation.look]
+        command += ["--language", language]
         command += ["--first", mutation.first] if mutation.first else []
         try:
             done = subprocess.run(
@@ -134,18 +150,25 @@ def _ended(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return {"caught": True, "by": "signal", "cells": 0, "told": f"signal {-done.returncode}"}
 
 
-def look_here(look: str, first: str) -> dict[str, Any]:
-    """In the process that interprets: cells, then tests, until one fails."""
+def look_here(language: Language, look: str, first: str) -> dict[str, Any]:
+    """In the process that runs the kernels: cells, then tests, until one fails."""
     import moe_routing_bench
     from moe_routing_bench.conformance.check import cells, check
-    from moe_routing_bench.conformance.instrumented import instrumented
+    from moe_routing_bench.core.dtypes import DTYPES
 
+    watched: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    if language == "kernel":
+        from moe_routing_bench.conformance.instrumented import instrumented
+
+        watched = partial(instrumented, order="random", seed=1)
+    folder = Path("tests/interpreted" if language == "kernel" else "tests/cute")
     assert moe_routing_bench.__file__ is not None
     assert Path(moe_routing_bench.__file__).is_relative_to(Path.cwd()), moe_routing_bench.__file__
-    if first and (found := _tests(first))["caught"]:
+    if first and (found := _tests(folder, first))["caught"]:
         return {"cells": 0, **found}
     op, _, spec = look.partition(".")
-    kit = [cell for cell in cells(ops=op, specs=spec.partition("(")[0]) if _wanted(cell, spec)]
+    dtypes = tuple(DTYPES) if language == "kernel" else ("bfloat16",)
+    kit = [cell for cell in cells(op, spec.partition("(")[0], dtypes) if _wanted(cell, spec)]
     met: Counter[Any] = Counter()
     order = {}
     for cell in kit:
@@ -155,7 +178,7 @@ def look_here(look: str, first: str) -> dict[str, Any]:
     kit.sort(key=order.__getitem__)
     ran: Counter[str] = Counter()
     for number, cell in enumerate(kit, 1):
-        with instrumented(order="random", seed=1):
+        with watched():
             outcome = check(cell)
         ran[outcome.status] += 1
         if outcome.status == "failed":
@@ -164,7 +187,8 @@ def look_here(look: str, first: str) -> dict[str, Any]:
     # an implementation that cannot be loaded says so politely; that is no pass
     if not ran["passed"]:
         return {"caught": True, "by": "kit", "cells": len(kit), "told": "no cell passed"}
-    return {"cells": len(kit), **_tests(TESTS[op], FAR)}
+    files = (TESTS[op], FAR) if language == "kernel" else ("test_moving.py",)
+    return {"cells": len(kit), **_tests(folder, *files)}
 
 
 def _wanted(cell: Any, spec: str) -> bool:
@@ -175,10 +199,9 @@ def _wanted(cell: Any, spec: str) -> bool:
     return few and (cell.spec == spec or "(" not in spec)
 
 
-def _tests(*files: str) -> dict[str, Any]:
+def _tests(folder: Path, *files: str) -> dict[str, Any]:
     import pytest
 
-    folder = Path("tests/interpreted")
     for file in files:
         told = io.StringIO()
         with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
@@ -186,16 +209,16 @@ def _tests(*files: str) -> dict[str, Any]:
             code = pytest.main(arguments)
         if code == pytest.ExitCode.TESTS_FAILED:
             failed = [line for line in told.getvalue().splitlines() if line.startswith("FAILED")]
-            return {"caught": True, "by": f"tests/interpreted/{file}", "told": failed[0][:300]}
+            return {"caught": True, "by": f"{folder}/{file}", "told": failed[0][:300]}
         if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             raise RuntimeError(told.getvalue()[-2000:])
     return {"caught": False, "by": "nothing", "told": ""}
 
 
-def summary(results: list[dict[str, Any]]) -> str:
+def summary(language: Language, results: list[dict[str, Any]]) -> str:
     faults = [row for row in results if row["kind"] != "no_fault"]
     caught = [row for row in faults if row["caught"]]
-    lines = [f"{len(caught)} of {len(faults)} faults planted in the Triton kernels were noticed"]
+    lines = [f"{len(caught)} of {len(faults)} faults planted in the {TITLES[language]} kernels were noticed"]
     for by, number in Counter(row["by"] for row in caught).most_common():
         lines.append(f"  {number:4}  by {by}")
     for what in ("kind", "file"):
@@ -216,9 +239,9 @@ def summary(results: list[dict[str, Any]]) -> str:
                 f"  {row['file']}, {row['kind']}: {_one_line(row['old'])}  ->  {_one_line(row['new'])}"
             )
             if row["caught"]:
-                cell = row.get("cell", "")
+                took = f", {row['seconds']} s" if "seconds" in row else ""
                 lines.append(
-                    f"      {row['by']}, {row['cells']} cells, {row['seconds']} s: {cell} {row['told']}"
+                    f"      {row['by']}, {row['cells']} cells{took}: {row.get('cell', '')} {row['told']}"
                 )
     return "\n".join(lines) + "\n"
 
@@ -227,18 +250,19 @@ def _one_line(text: str) -> str:
     return " / ".join(line.strip() for line in text.strip().splitlines())
 
 
-def write(done: dict[str, dict[str, Any]]) -> None:
-    known = {mutation.key(): mutation for mutation in [*mutations(), *controls()]}
+def write(language: Language, done: dict[str, dict[str, Any]]) -> None:
+    known = {mutation.key(): mutation for mutation in [*mutations(language), *controls(language)]}
     rows = {key: done[key] for key in known if key in done}
     about = {
-        "command": "python measurements/gpu/kernel_mutations.py",
+        "command": f"python measurements/gpu/kernel_mutations.py --language {language}",
         "machine": platform.platform(),
         "python": platform.python_version(),
     }
-    draft = RESULTS.with_suffix(f".{os.getpid()}")
+    results = results_of(language)
+    draft = results.with_suffix(f".{os.getpid()}")
     draft.write_text(json.dumps({"about": about, "results": rows}, indent=1) + "\n")
-    draft.replace(RESULTS)
-    RESULTS.with_suffix(".txt").write_text(summary(list(rows.values())))
+    draft.replace(results)
+    results.with_suffix(".txt").write_text(summary(language, list(rows.values())))
 
 
 def main(
@@ -248,21 +272,23 @@ def main(
     again: Annotated[bool, typer.Option(help="those that are in the results too")] = False,
     survivors: Annotated[bool, typer.Option(help="again those that nothing noticed")] = False,
     control: Annotated[bool, typer.Option(help="also without any fault")] = True,
+    language: Annotated[Language, typer.Option(help="kernel: those in Triton")] = "kernel",
 ) -> None:
     if look:
-        print(json.dumps(look_here(look, first)))
+        print(json.dumps(look_here(language, look, first)))
         return
-    for mutation in [*mutations(), *(controls() if control else [])]:
+    results = results_of(language)
+    for mutation in [*mutations(language), *(controls(language) if control else [])]:
         if not (fnmatchcase(mutation.file, only) or fnmatchcase(mutation.look, only)):
             continue
         # read anew: several of these commands may be at work
-        done = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
+        done = json.loads(results.read_text())["results"] if results.exists() else {}
         before = done.get(mutation.key())
         if before is not None and not again and not (survivors and not before["caught"]):
             continue
-        found = look_for(mutation)
-        done = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
-        write(done | {mutation.key(): found})
+        found = look_for(language, mutation)
+        done = json.loads(results.read_text())["results"] if results.exists() else {}
+        write(language, done | {mutation.key(): found})
         what = f"{mutation.look:28} {mutation.kind:14}"
         print(f"{found['seconds']:6} s  {what} by {found['by']}, {found['cells']} cells")
         if not found["caught"] and mutation.old:

@@ -35,44 +35,44 @@ def test_every_model_has_an_attention_and_its_twin_too(model: str) -> None:
     assert twin.heads // twin.kv_heads == full.heads // full.kv_heads and twin.heads <= full.heads
 
 
-def test_the_seed_decoder_has_the_heads_it_declares() -> None:
-    (case,) = cases("seed-decoder/4x64")
+def test_the_seed_block_has_the_heads_it_declares() -> None:
+    (case,) = cases("seed-moe-block/4x64")
     assert (attention_of(case).heads, attention_of(case).head_dim) == (32, 64)
     twin = attention_of(scaled(case))
     assert (twin.heads, twin.head_dim) == (16, 64) and scaled(case).sequences == 4
 
 
 def test_the_router_behind_attention_chooses_as_the_workload_says() -> None:
-    inputs, subject, chosen = (
+    inputs, implementation, chosen = (
         block_inputs("zipf(1.2)", "bfloat16"),
         ImplementationRef(name="ours(impl=staged)"),
         [],
     )
-    owner = span.built(subject, inputs).owner
+    owner = span.built(implementation, inputs).owner
     owner.feed_forward.router.register_forward_hook(lambda m, a, routing: chosen.append(routing.expert_TK))
     with torch.no_grad():
-        owner(*span.arguments(span.call(subject, inputs, 5, 1)).values())
+        owner(*span.arguments(span.call(implementation, inputs, 5, 1)).values())
     assert torch.equal(chosen[0], inputs.workload(1).routing.expert_TK)
 
 
 def test_operations_of_a_block_are_those_torch_counts() -> None:
-    inputs, subject = (
+    inputs, implementation = (
         block_inputs("balanced"),
         ImplementationRef(name="ours(attention=naive,impl=eager_loop)"),
     )
-    run = span.built(subject, inputs).run
-    args = span.arguments(span.call(subject, inputs, 0, 0)).values()
+    run = span.built(implementation, inputs).run
+    args = span.arguments(span.call(implementation, inputs, 0, 0)).values()
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         run(*args)
     a, N = attention_of(inputs.experiment), 12
     # naive attention computes the other half too
     skipped = 4 * a.heads * a.head_dim * 2 * (N * N - N * (N + 1) // 2)
     gates = 2 * SHAPE.num_pairs * SHAPE.D
-    cost, _ = span.facts(subject, inputs)
+    cost, _ = span.facts(implementation, inputs)
     assert counted.get_total_flops() == cost.useful_flops + skipped - gates
 
 
-def test_subjects_are_read_with_their_options() -> None:
+def test_implementations_are_read_with_their_options() -> None:
     impl = "staged(combine=index_add,dispatch=native(level=avx2))"
     assert parse_block(f"ours(attention=naive, impl={impl})") == (
         "ours",

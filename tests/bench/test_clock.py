@@ -4,39 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import repeat
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moe_routing_bench.bench import clock as clock_module
 from moe_routing_bench.bench.clock import (
     CacheFlusher,
     EventClock,
     GraphClock,
     HostClock,
     ProfilerClock,
-    calls_per_sample,
     last_level_cache_bytes,
 )
-
-
-@dataclass
-class FakeClock:
-    """Seconds from a script; the calls still run."""
-
-    script: Iterator[float]
-    view: str = "fake"
-    spans: list[int] = field(default_factory=list)
-
-    def span(self, calls: Sequence[Callable[[], object]]) -> float:
-        for call in calls:
-            call()
-        self.spans.append(len(calls))
-        return next(self.script)
 
 
 def wait(seconds: float) -> None:
@@ -197,25 +177,6 @@ def test_a_profiler_that_saw_nothing_is_no_time_of_zero(gpu: FakeCuda) -> None:
 def test_a_profiler_clock_without_a_gpu_says_so() -> None:
     with pytest.raises(NotImplementedError, match="host_wall"):
         ProfilerClock()
-
-
-def test_calibration_doubles_until_a_sample_is_long_enough() -> None:
-    made: list[int] = []
-
-    def make_calls(n: int):
-        made.append(n)
-        return [lambda: None] * n
-
-    clock = FakeClock(iter([1e-4, 1e-4, 2e-4, 9e-3, 4e-3, 2e-3]))
-    assert calls_per_sample(clock, make_calls) == 4
-    assert made == [1, 1, 2, 2, 4, 4]  # a backward runs once: its graph is gone then
-    # two calls took 9 ms once: an interruption, and not believed
-    assert clock.spans == [1, 1, 2, 2, 4, 4]
-
-
-def test_calibration_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_module, "MAX_CALLS", 100)
-    assert calls_per_sample(FakeClock(repeat(0.0)), lambda n: [lambda: None] * n) == 100
 
 
 def test_the_flusher_walks_over_more_than_the_caches() -> None:

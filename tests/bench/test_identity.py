@@ -169,6 +169,7 @@ CANNOT_MATTER = {
     "bench/commit.py": "which commit it was, for readers",
     "bench/estimate.py": "how long a sweep may take",
     "bench/repro.py": "a command in words",
+    "core/callable_folder.py": "makes mrb.bench a function and a folder",
     "bench/roofs.cpp": "measures the roofs of a machine; a cell reads those that are stored",
     "cli/": "reads words and shows results",
     "api.py": "the functions for Python",
@@ -193,9 +194,10 @@ CANNOT_MATTER = {
     "models/transformers.py": "the plug-in",
     "ops/*/preferences.py": "what it makes auto pick is in the key by name",
     "public.py": "imports the public names",
-    "moe/presets.py": "routers by the names of models; a subject names the rule",
+    "moe/presets.py": "routers by the names of models; an implementation names the rule",
     "moe/statistics.py": "describes a routing afterwards",
     "moe/forward.py": "the layer for readers; no timed call runs it",
+    "tuning/": "which settings are timed next; each race is a cell of its own",
     "train/": "trains models, which no cell does",
     "workloads/serving.py": "reads what engines recorded",
     "workloads/trace_": "describes, checks and compares traces",
@@ -218,7 +220,7 @@ def cell(span, spec, **more):
     return Experiment(span=span, **sizes, implementations=(ImplementationRef.read(spec, **more),))
 
 ops, machine = all_ops(), this_machine()
-names = {name: ops[name].names() if name in ops else span_named(name).specs() for name in span_names()}
+names = {name: ops[name].names() if name in ops else span_named(name).all_names() for name in span_names()}
 cells = [cell(span, spec) for span, specs in names.items() for spec in specs]
 cells += [cell("layer", "staged", router=rule) for rule in all_routers()]
 harness = Code.of(PACKAGE / name for name in HARNESS).files
@@ -257,10 +259,10 @@ def test_a_change_of_any_file_that_can_matter_changes_a_key(tmp_path):
 
 
 def files_of(span: str, spec: str, **more: str) -> set[str]:
-    subject = ImplementationRef(name=spec, **more)
+    implementation = ImplementationRef(name=spec, **more)
     case = Experiment(case="own/x", span=span, T=8, D=32, F=16, E=8, K=2)
-    experiment = replace(case, workload="uniform", implementations=(subject,))
-    code = code_of(span_named(experiment.span), subject, Inputs(experiment))
+    experiment = replace(case, workload="uniform", implementations=(implementation,))
+    code = code_of(span_named(experiment.span), implementation, Inputs(experiment))
     return {path.relative_to(PACKAGE).as_posix() for path in code.files}
 
 
@@ -277,7 +279,7 @@ def files_of(span: str, spec: str, **more: str) -> set[str]:
         ("block", "ours(impl=staged)", ["models/decoder.py", "ops/topk/op.py"]),
     ],
 )  # fmt: skip
-def test_files_of_a_subject(span, spec, files):
+def test_files_of_a_implementation(span, spec, files):
     assert set(files) <= files_of(span, spec)
 
 
@@ -299,7 +301,7 @@ def test_files_of_another_implementation_do_not_matter():
     assert "routers/switch.py" in files_of("layer", "staged", router="switch")
 
 
-def test_versions_of_what_a_subject_imports_are_in_the_key():
+def test_versions_of_what_a_implementation_imports_are_in_the_key():
     def versions_of(spec: str) -> dict[str, str]:
         case = Experiment(case="own/x", span="expert_ffn", T=8, D=32, F=16, E=8, K=2)
         experiment = replace(case, workload="uniform", implementations=(ImplementationRef(name=spec),))
@@ -319,7 +321,7 @@ def test_decisions_that_pick_another_plan_change_the_key(monkeypatch):
 
 
 OUTSIDE = {
-    "contract": lambda m: m.setattr(identity, "contract_hash", lambda span, subject: "0" * 64),
+    "contract": lambda m: m.setattr(identity, "contract_hash", lambda span, implementation: "0" * 64),
     "harness": lambda m: m.setattr(identity, "HARNESS", ("bench/status.py",)),
     "torch": lambda m: m.setattr("torch.__version__", "9.9.9"),
     "python": lambda m: m.setattr("sys.version", "3.99.0 (main)"),
@@ -356,11 +358,11 @@ def test_the_parent_never_loads_code_from_outside(kernels):
     assert len(key_of(a_cell())) == 64
 
 
-def test_what_auto_picks_is_asked_once_a_subject(monkeypatch):
+def test_what_auto_picks_is_asked_once_a_implementation(monkeypatch):
     asked = []
     resolved = type(layer_span).resolved
     monkeypatch.setattr(type(layer_span), "resolved", lambda *args: asked.append(args) or resolved(*args))
     case = Experiment(case="own/x", span="layer", T=8, D=32, F=16, E=8, K=2)
-    subjects = (ImplementationRef(name="staged", router="switch"), ImplementationRef(name="staged"))
-    key_of(replace(case, workload="uniform", implementations=subjects))
-    assert len(asked) == len(subjects)
+    implementations = (ImplementationRef(name="staged", router="switch"), ImplementationRef(name="staged"))
+    key_of(replace(case, workload="uniform", implementations=implementations))
+    assert len(asked) == len(implementations)

@@ -25,8 +25,11 @@ def inputs_of(span: str, dtype: str = "float32", **more) -> Inputs:
 
 def call(inputs: Inputs, number: int, layout: str = "compact", step: int = 0, **more: str) -> dict:
     """The arguments of a call by name."""
-    span, subject = span_named(inputs.experiment.span), ImplementationRef(name="", layout=layout, **more)
-    return span.arguments(span.call(subject, inputs, number, step))
+    span, implementation = (
+        span_named(inputs.experiment.span),
+        ImplementationRef(name="", layout=layout, **more),
+    )
+    return span.arguments(span.call(implementation, inputs, number, step))
 
 
 @pytest.mark.parametrize("span", SPANS)
@@ -95,12 +98,12 @@ def test_a_router_too_narrow_for_a_workload_is_refused():
 def test_every_span_runs_and_costs_something(span):
     inputs, this = inputs_of(span), span_named(span)
     for layout in LAYOUTS:
-        subject = ImplementationRef(name=this.specs()[-1], layout=layout)
+        implementation = ImplementationRef(name=this.all_names()[-1], layout=layout)
         args = call(inputs, 0, layout)
         with torch.no_grad():
-            if this.why_not(subject, inputs, args) is None:
-                this.built(subject, inputs).run(*args.values())
-        cost, load = this.facts(subject, inputs)
+            if this.why_not(implementation, inputs, args) is None:
+                this.built(implementation, inputs).run(*args.values())
+        cost, load = this.facts(implementation, inputs)
         assert cost.bytes > 0 and load["active_experts"]
 
 
@@ -122,7 +125,7 @@ def test_the_stages_of_a_layer_are_the_whole(layout):
     assert stages(inputs, "eager_loop", layout) == ["route", "plan", "eager_loop", "shared"]
 
 
-def test_a_subject_names_one_implementation_for_each_op():
+def test_a_implementation_names_one_implementation_for_each_op():
     assert span_named("pack").split("index_select+gather_sum") == ["index_select", "gather_sum"]
     inner = "staged(grouped_gemm=expert_loop,combine=index_add)"
     assert span_named("expert_ffn").split(inner) == [inner]
@@ -131,6 +134,6 @@ def test_a_subject_names_one_implementation_for_each_op():
 
 
 def test_specs_begin_with_the_defaults_and_vary_one_part():
-    specs = span_named("pack").specs()
+    specs = span_named("pack").all_names()
     assert specs[0] == "index_select+gather_sum" and len(specs) == len(set(specs))
     assert "index_select+index_add" in specs and "one_hot_matmul+index_add" not in specs

@@ -74,7 +74,7 @@ def status_of(folder: Path) -> tuple[Status, str]:
         max_seconds=300,
         include=(str(folder),),
     )
-    mine = run_cell(experiment).subjects[1]
+    mine = run_cell(experiment).implementations[1]
     return mine.status, mine.reason
 
 

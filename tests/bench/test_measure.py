@@ -12,12 +12,14 @@ import pytest
 from moe_routing_bench.bench import budget as budget_file
 from moe_routing_bench.bench import measure as loop
 from moe_routing_bench.bench.budget import Budget
-from moe_routing_bench.bench.hosts.host import Host, Reading, Turn
+from moe_routing_bench.bench.hosts.host import Host, Judged, Reading, Turn
 from moe_routing_bench.bench.hosts.messages import Described
 from moe_routing_bench.bench.measure import WARM_SAMPLES, BaselineError, measure
-from moe_routing_bench.bench.series import Measured, Series
-from moe_routing_bench.bench.setup import Setup, Trial
-from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.runner import _deciding_seconds
+from moe_routing_bench.bench.series import Measured, Series, fewest_rounds
+from moe_routing_bench.bench.setup import GATE_CALLS, Numbers, Setup, Trial
+from moe_routing_bench.bench.status import ImplementationError, Status
+from moe_routing_bench.bench.trial import SAMPLE_SECONDS, calibrate
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 BASE, MINE, OTHER = (ImplementationRef(name=name) for name in ("base", "mine", "other"))
@@ -53,10 +55,10 @@ class FakeHost:
         self.time.now += reading.seconds * reading.calls
         return reading
 
-    def judge(self, turn: Turn) -> int:
+    def judge(self, turn: Turn) -> Judged:
         if turn.keep is not None:
             self.judged.append(turn)
-        return int(turn.keep is not None)
+        return Judged(results=int(turn.keep is not None))
 
     def finish(self, series: Series) -> str:
         self.finished.append(series)
@@ -103,8 +105,9 @@ def setup_of(
     if slow:
         last = implementations[-1]
         trials[last] = replace(trials[last], call_seconds=slow, calls=1)
+    judge = SimpleNamespace(oracle_seconds=0.0, knows=lambda *call: True)
     return Setup(
-        experiment=experiment, judge=SimpleNamespace(oracle_seconds=0.0), cores=(), trials=trials,  # type: ignore[arg-type]
+        experiment=experiment, judge=judge, cores=(), trials=trials,  # type: ignore[arg-type]
         budget=Budget(float(experiment.max_seconds)), outside=frozenset(outside),
     )  # fmt: skip
 
@@ -113,7 +116,7 @@ def measured_of(setup: Setup, shared: Host) -> Measured:
     return measure(setup, shared, setup.experiment.implementations, lambda done, now: None)
 
 
-def once(series: Series, failure: SubjectError, after: int) -> Script:
+def once(series: Series, failure: ImplementationError, after: int) -> Script:
     """Raises in the sample after so many others of the series."""
     seen = Counter[Series]()
 
@@ -130,7 +133,24 @@ def lengths(measured: Measured) -> dict[Series, int]:
     return {series: len(seen.seconds) for series, seen in measured.samples.items()}
 
 
-WRONG = SubjectError(Status.WRONG_VALUE, "wrong")
+WRONG = ImplementationError(Status.WRONG_VALUE, "wrong")
+
+
+def test_calibration_doubles_until_a_sample_is_long_enough(clock: Clock) -> None:
+    samples = iter([share * SAMPLE_SECONDS for share in (0.1, 0.1, 0.2, 9.0, 4.0, 2.0)])
+    host = FakeHost(clock, lambda turn: Reading(seconds=next(samples) / turn.calls, calls=turn.calls))
+    calls, seconds = calibrate(host, ONE, Numbers(), 256)
+    # two calls took nine times as long once: an interruption, and not believed
+    assert [turn.calls for turn in host.turns] == [1, 1, 2, 2, 4, 4]
+    assert (calls, seconds) == (4, pytest.approx(2.0 * SAMPLE_SECONDS / 4))
+    numbers = [number for turn in host.turns for number in range(turn.first, turn.first + turn.calls)]
+    assert len(set(numbers)) == len(numbers), "every call has inputs of its own"
+
+
+@pytest.mark.parametrize("most", [1, 100])
+def test_calibration_ends(clock: Clock, most: int) -> None:
+    host = FakeHost(clock, lambda turn: Reading(seconds=1e-12, calls=turn.calls))
+    assert calibrate(host, ONE, Numbers(), most)[0] == most
 
 
 def test_all_take_their_turn_on_the_same_inputs_in_a_new_order(clock: Clock) -> None:
@@ -152,6 +172,27 @@ def test_results_of_random_rounds_are_judged_and_one_at_the_end_but_never_the_tw
     in_rounds = [turn for turn in host.judged if turn.first]
     assert len({(turn.first, turn.keep) for turn in in_rounds}) == 2, "one oracle serves all"
     assert host.finished == [FIRST, ONE]
+
+
+@pytest.mark.parametrize(("calls", "outside", "known"), [(1, (), True), (4, (), False), (1, (MINE,), False)])
+def test_long_calls_of_our_own_code_are_judged_on_inputs_of_their_trials(
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    calls: int,
+    outside: tuple[ImplementationRef, ...],
+    known: bool,
+) -> None:
+    host, setup = FakeHost(clock), setup_of(BASE, MINE, outside=outside)
+    monkeypatch.setattr(
+        loop, "hosts_for", lambda setup, shared, isolation, lineup: dict.fromkeys(lineup, host)
+    )
+    setup.trials = {one: replace(trial, calls=calls) for one, trial in setup.trials.items()}
+    setup.judge.oracle_seconds = 5.0
+    measured = measured_of(setup, host)
+    assert measured.samples[FIRST].checked == measured.samples[ONE].checked == 3
+    in_rounds = host.judged[:-2]
+    assert {(turn.first, turn.step) in GATE_CALLS for turn in in_rounds} == {known}
+    assert (setup.all_judging_seconds([BASE, MINE]) == 0.0) == known
 
 
 def test_of_what_reuses_its_output_the_last_call_is_judged(clock: Clock) -> None:
@@ -183,11 +224,11 @@ def test_a_baseline_that_fails_ends_the_rounds(clock: Clock) -> None:
         host = FakeHost(clock, once(series, WRONG, after=4))
         with pytest.raises(BaselineError) as blame:
             measured_of(setup_of(BASE, MINE), host)
-        assert blame.value.subjects == [BASE] and host.ended == 1
-    over = SubjectError(Status.NO_TIME, "over")
+        assert blame.value.implementations == [BASE] and host.ended == 1
+    over = ImplementationError(Status.NO_TIME, "over")
     with pytest.raises(BaselineError) as blame:
         measured_of(setup_of(BASE, MINE), FakeHost(clock, once(FIRST, over, after=4)))
-    assert list(blame.value.subjects) == [BASE, MINE], "nobody else will have time either"
+    assert list(blame.value.implementations) == [BASE, MINE], "nobody else will have time either"
 
 
 @pytest.fixture
@@ -226,10 +267,10 @@ def test_a_pair_are_neighbours_in_every_round(clock: Clock, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("series", "failure"),
-    [(BESIDE, WRONG), (BESIDE, SubjectError(Status.WRONG_VALUE, "wrong", ONE)), (ONE, WRONG)],
+    [(BESIDE, WRONG), (BESIDE, ImplementationError(Status.WRONG_VALUE, "wrong", ONE)), (ONE, WRONG)],
 )
 def test_code_from_outside_answers_for_the_baseline_beside_it(
-    pair: tuple[FakeHost, FakeHost], series: Series, failure: SubjectError
+    pair: tuple[FakeHost, FakeHost], series: Series, failure: ImplementationError
 ) -> None:
     shared, isolated = pair
     isolated.script = once(series, failure, after=4)
@@ -333,19 +374,90 @@ def test_who_must_leave_for_want_of_time_keeps_its_place(clock: Clock) -> None:
     )
 
 
+class SlowJudging(FakeHost):
+    """A call takes a second, and the right result of a round five."""
+
+    known: int | None = None
+
+    def sample(self, turn: Turn) -> Reading:
+        self.turns.append(turn)
+        self.time.now += 1.0
+        return Reading(seconds=1.0, calls=1)
+
+    def judge(self, turn: Turn) -> int:
+        if turn.keep is not None and turn.first not in (0, self.known):
+            self.known, self.time.now = turn.first, self.time.now + 5.0
+        return super().judge(turn)
+
+
+SIX = tuple(ImplementationRef(name=name) for name in ("base", "mine", "other", "a", "b", "c"))
+
+
+def slow_setup(*implementations: ImplementationRef, **how: object) -> Setup:
+    setup = setup_of(*implementations, min_rounds=20, max_rounds=200, target=0.01, **how)
+    setup.judge.oracle_seconds = 5.0
+    setup.judge.knows = lambda number, step, one: number == 0  # the last check's
+    setup.trials = {
+        one: replace(trial, calls=1, call_seconds=1.0, about=Described(label=one.name))
+        for one, trial in setup.trials.items()
+    }
+    return setup
+
+
+@pytest.mark.parametrize("implementations", [SIX[:2], SIX[:3], SIX])
+def test_the_time_that_is_shared_out_is_what_the_rounds_that_decide_take(
+    clock: Clock, implementations: tuple[ImplementationRef, ...]
+) -> None:
+    setup = slow_setup(*implementations)
+    needed = _deciding_seconds(setup, list(implementations))
+    setup.budget.leave(needed)
+    began = clock.now
+    rounds = set(lengths(measured_of(setup, SlowJudging(clock))).values())
+    assert rounds >= {setup.deciding_rounds(len(implementations))} and len(rounds) == 1
+    assert clock.now - began <= needed
+
+
+def test_an_oracle_does_not_make_rounds_look_long(clock: Clock) -> None:
+    """Six rounds in 18 s of 40 were seen, and then "too few rounds"."""
+    setup, host = slow_setup(BASE, MINE, max_seconds=50.0), SlowJudging(clock)
+    began = clock.now
+    rounds = lengths(measured_of(setup, host))[ONE]
+    assert rounds >= fewest_rounds(2) and 45.0 - 2 * 3.0 < clock.now - began <= 50.0
+
+
+@pytest.mark.parametrize(
+    ("slowest", "seconds", "its", "others"), [(5.0, 90.0, 5, 12), (5.0, 200.0, 20, 20), (2.0, 45.0, 6, 6)]
+)
+def test_the_slowest_leaves_early_only_if_that_brings_a_verdict_for_others(
+    clock: Clock, slowest: float, seconds: float, its: int, others: int
+) -> None:
+    """In 45 s nobody could be decided, so all have the same rounds."""
+
+    def script(turn: Turn) -> Reading:
+        return Reading(seconds=slowest if turn.series == TWO else 1.0, calls=1)
+
+    setup = slow_setup(BASE, MINE, OTHER, max_seconds=seconds)
+    setup.judge.oracle_seconds, setup.trials[OTHER] = 0.0, replace(setup.trials[OTHER], call_seconds=slowest)
+    samples = lengths(measured_of(setup, FakeHost(clock, script)))
+    assert (samples[TWO], samples[ONE]) == (its, others)
+
+
 def test_two_that_take_all_the_time_get_none(clock: Clock) -> None:
     host = FakeHost(clock, lambda turn: Reading(seconds=30.0, calls=1))
     with pytest.raises(BaselineError) as blame:
         measured_of(setup_of(BASE, MINE), host)
-    assert blame.value.failure.status is Status.NO_TIME and list(blame.value.subjects) == [BASE, MINE]
+    assert blame.value.failure.status is Status.NO_TIME and list(blame.value.implementations) == [BASE, MINE]
 
 
 def test_changed_weights_are_blamed_on_all_who_share_the_process(pair: tuple[FakeHost, FakeHost]) -> None:
     shared, _ = pair
-    shared.weights = SubjectError(Status.MUTATED_INPUT, "weights")
+    shared.weights = ImplementationError(Status.MUTATED_INPUT, "weights")
     with pytest.raises(BaselineError) as blame:
         measured_of(setup_of(BASE, OTHER, MINE, outside=(MINE,)), shared)
-    assert list(blame.value.subjects) == [BASE, OTHER] and "one of base, other" in blame.value.failure.reason
+    assert (
+        list(blame.value.implementations) == [BASE, OTHER]
+        and "one of base, other" in blame.value.failure.reason
+    )
 
 
 def test_stages_are_timed_after_the_round_where_the_host_has_a_clock(pair: tuple[FakeHost, FakeHost]) -> None:

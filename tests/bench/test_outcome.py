@@ -18,9 +18,9 @@ from sample_outcomes import an_outcome
 
 def test_rates_are_of_the_median_time() -> None:
     outcome = an_outcome(
-        0.01, "OOM", subjects=(ImplementationRef(name="staged"), ImplementationRef(name="eager_loop"))
+        0.01, "OOM", implementations=(ImplementationRef(name="staged"), ImplementationRef(name="eager_loop"))
     )
-    timed, failed = outcome.subjects
+    timed, failed = outcome.implementations
     assert outcome.rates(timed) == Rates(
         tokens_per_second=pytest.approx(1e4),
         flops_per_second=pytest.approx(4e8),  # useful, not executed
@@ -31,20 +31,20 @@ def test_rates_are_of_the_median_time() -> None:
 
 def test_packing_has_both_conventions_and_what_does_not_multiply_no_operations() -> None:
     both = (ImplementationRef(name="index_select+gather_sum"),)
-    outcome = an_outcome(0.01, subjects=both, span="pack", cost=Cost(activation_bytes=1000))
-    rates = outcome.rates(outcome.subjects[0])
+    outcome = an_outcome(0.01, implementations=both, span="pack", cost=Cost(activation_bytes=1000))
+    rates = outcome.rates(outcome.implementations[0])
     assert rates.flops_per_second is None and rates.bytes_per_second == pytest.approx(1e5)
     assert rates.bw_2pass == pytest.approx(100 * 2 * 2 * 64 * 4 / 0.01)
     assert rates.bw_strict == pytest.approx(100 * 2 * 3 * 64 * 4 / 0.01)
-    outcome = an_outcome(0.01, subjects=both, span="pack", direction="backward")
-    assert outcome.rates(outcome.subjects[0]).bw_2pass is None
+    outcome = an_outcome(0.01, implementations=both, span="pack", direction="backward")
+    assert outcome.rates(outcome.implementations[0]).bw_2pass is None
 
 
 def test_records_say_direction_router_layer_and_rates(tmp_path: Path) -> None:
     chain = ImplementationRef(name="staged", router="switch", layer="chain(iterations=2)")
     plain = replace(chain, router="softmax_topk", layer="")
     outcome = an_outcome(
-        0.01, 0.02, "OOM", subjects=(chain, plain, ImplementationRef(name="x")), direction="train"
+        0.01, 0.02, "OOM", implementations=(chain, plain, ImplementationRef(name="x")), direction="train"
     )
     with Session.start(tmp_path) as session:
         environment = session.put_environment({"machine": {"name": "here"}})

@@ -212,8 +212,8 @@ def experiment(folder: str, *specs: str, span: str = "expert_ffn", **more: objec
     how = {"max_seconds": 120, "max_rounds": 20, "sandbox": bool(more.pop("sandbox", False))}
     routers = more.pop("routers", ("",) * len(specs))
     case = Experiment(case="own/x", span=span, **vars(SHAPE), **{"dtype": "float32", **more})  # type: ignore[arg-type]
-    subjects = tuple(ImplementationRef(name=s, router=r) for s, r in zip(specs, routers, strict=True))  # type: ignore[call-overload]
-    return replace(case, workload="uniform", implementations=subjects, include=(folder,), **how)  # type: ignore[arg-type]
+    implementations = tuple(ImplementationRef(name=s, router=r) for s, r in zip(specs, routers, strict=True))  # type: ignore[call-overload]
+    return replace(case, workload="uniform", implementations=implementations, include=(folder,), **how)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -238,9 +238,9 @@ def test_honest_cells_of_every_kind_pass(
     folder: str, specs: tuple[str, ...], more: dict[str, object]
 ) -> None:
     outcome = run_cell(experiment(folder, *specs, **more))
-    had_time(*outcome.subjects)
-    for one in outcome.subjects:
-        assert one.status is Status.PASSED, f"{one.subject.name}: {one.status} {one.reason}"
+    had_time(*outcome.implementations)
+    for one in outcome.implementations:
+        assert one.status is Status.PASSED, f"{one.implementation.name}: {one.status} {one.reason}"
         assert one.checked_timed_calls >= 1
     notes = [note for note in outcome.notes if "is from outside" in note]
     assert len(notes) == len({"copy", "another"} & set(specs))
@@ -254,8 +254,8 @@ def test_the_twin_of_a_shared_process_says_nothing_about_isolated_ones(
 ) -> None:
     monkeypatch.setattr("moe_routing_bench.bench.verdict.aa_floor", lambda a, twin: 0.5)
     outcome = run_cell(experiment(folder, "staged", "eager_loop", "copy"))
-    had_time(*outcome.subjects)
-    ours, theirs = (one.comparison for one in outcome.subjects[1:])
+    had_time(*outcome.implementations)
+    ours, theirs = (one.comparison for one in outcome.implementations[1:])
     assert ours is not None and ours.aa_floor == 0.5
     assert theirs is not None and theirs.aa_floor == 0.0 and "twin" not in theirs.reason
 
@@ -268,6 +268,6 @@ def test_an_honest_cell_passes_in_a_sandbox(folder: str) -> None:
         sandbox.check_sandbox()
     except ValueError as missing:
         pytest.skip(str(missing))
-    one = run_cell(experiment(folder, "staged", "copy", sandbox=True)).subjects[1]
+    one = run_cell(experiment(folder, "staged", "copy", sandbox=True)).implementations[1]
     had_time(one)
     assert one.status is Status.PASSED, one.reason

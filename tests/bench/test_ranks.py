@@ -30,7 +30,7 @@ from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.spans.parallel import STAGES, placement_of, span
 from moe_routing_bench.bench.spans.span import all_threads
-from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.fleet.ray_engine import _cpus
 from moe_routing_bench.parallel.ranks import Ranks
@@ -47,32 +47,32 @@ ROOFS = Roofs(
 
 def cell_of(*specs: str, W: int = 2, **more: str) -> Experiment:
     case = Experiment(case="own/x", span="parallel", **vars(SHAPE), dtype="float32", **more)
-    subjects = tuple(ImplementationRef(name=spec) for spec in specs or span.specs())
-    return replace(case, workload="source_ragged(own=0.7)", implementations=subjects, W=W, **HOW)
+    implementations = tuple(ImplementationRef(name=spec) for spec in specs or span.all_names())
+    return replace(case, workload="source_ragged(own=0.7)", implementations=implementations, W=W, **HOW)
 
 
 @pytest.mark.parametrize("W", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_every_transport_is_judged_and_timed(W: int) -> None:
     outcome = run_cell(cell_of(W=W))
-    names = [one.subject.name for one in outcome.subjects]
+    names = [one.implementation.name for one in outcome.implementations]
     assert names[0] == "all_to_all+all_to_all" and "hierarchical+hierarchical" in names
-    for one in outcome.subjects:
+    for one in outcome.implementations:
         assert one.status is Status.PASSED, f"{one.label}: {one.reason}"
         assert (
             len(one.samples) == 8 and tuple(one.stages) == STAGES["forward"] and one.checked_timed_calls == 2
         )
         assert one.wire is not None and one.wire.sent >= one.wire.least > 0
-    baseline, *others = outcome.subjects
+    baseline, *others = outcome.implementations
     assert outcome.baseline is baseline and all(one.comparison for one in others)
     assert outcome.twin is not None and outcome.twin.samples != baseline.samples
-    nodes = next(one.wire for one in others if one.subject.name.startswith("hierarchical"))
+    nodes = next(one.wire for one in others if one.implementation.name.startswith("hierarchical"))
     assert nodes is not None and nodes.sent == nodes.least, "on one node it sends a token once to a rank"
 
 
 @pytest.mark.parametrize("direction", ["train", "backward"])
 def test_gradients_are_judged_and_timed(direction: str) -> None:
     outcome = run_cell(cell_of(direction=direction))
-    for one in outcome.subjects:
+    for one in outcome.implementations:
         assert one.status is Status.PASSED, f"{one.label}: {one.reason}"
         assert tuple(one.stages) == STAGES[direction] and one.checked_timed_calls == 2
 
@@ -101,18 +101,18 @@ def test_what_is_wrong_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.status for one in outcome.outcomes] == [Status.WRONG_VALUE] and outcome.rounds == 0
 
 
-def test_a_rank_that_dies_ends_its_subject_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_dies_ends_its_implementation_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     sample, taken = RankGroup.sample, list[int]()
 
     def dying(self: RankGroup, **how: Any) -> Any:
-        taken.append(how["subject"])
-        if how["subject"] == 1 and taken.count(1) == 2 + WARM_SAMPLES + 3:  # in the rounds
+        taken.append(how["place"])
+        if how["place"] == 1 and taken.count(1) == 3 + 2 + WARM_SAMPLES + 3:  # in the rounds
             self.others[0]._process.kill()
         return sample(self, **how)
 
     monkeypatch.setattr(RankGroup, "sample", dying)
     outcome = run_cell(cell_of("all_to_all+all_to_all", "all_gather+all_gather"))
-    first, second = outcome.subjects
+    first, second = outcome.implementations
     assert first.status is Status.PASSED and len(first.samples) == 8
     assert second.status in (Status.CRASHED, Status.RUNTIME_ERROR) and not second.samples
     assert second.reason.startswith("rank ") and "during the rounds" in second.reason
@@ -138,19 +138,22 @@ def test_ranks_keep_to_the_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     experiment = cell_of("all_to_all+all_to_all", "all_gather+all_gather")
     experiment = replace(experiment, cache="hot", processes=2)
     outcome = run_cell(experiment, roofs=ROOFS)
-    for one in outcome.subjects:
+    for one in outcome.implementations:
         assert one.status is Status.PASSED, one.reason
         assert {"memory poisoned", "right on the kit's hard cases", "inputs unchanged"} <= {*one.checks}
         assert "weights unchanged" not in one.checks
         assert len(one.samples) == 16 and one.roof_seconds is not None
     assert outcome.rounds_by_process == (8, 8) and begun == [2, 2]
-    kits = [how["subject"] for what, how in asked if what == "kit"]
+    kits = [how["place"] for what, how in asked if what == "kit"]
     assert kits == [0, 1], "each once, and then it is known"
-    assert [how["poison"] for what, how in asked if what == "gate"] == [False, True, True] * 2
     prepared = [how for what, how in asked if what == "prepare"]
-    # two to calibrate each; warm-ups, rounds and a last judged one in both sets of processes
-    assert len(prepared) == 2 * 2 + 2 * (3 * WARM_SAMPLES + 3 * 8 + 2)
-    assert all(how["warm"] and how["calls"] == 1 for how in prepared)
+    tried = [how for how in prepared[:10] if not how["warm"]]
+    assert [how["poison"] for how in tried] == [False, True, True] * 2
+    assert all(how["keep"] == 0 for how in tried)
+    # three calls and two to calibrate each; warm-ups, rounds and a last judged one in both sets of processes
+    assert len(prepared) == 2 * (3 + 2) + 2 * (3 * WARM_SAMPLES + 3 * 8 + 2)
+    assert all(how["warm"] and not how["poison"] for how in prepared if how not in tried)
+    assert all(how["calls"] == 1 for how in prepared)
     assert any("2 threads in all" in note for note in outcome.notes)
 
 
@@ -170,7 +173,7 @@ def test_caches_of_ranks_are_as_was_asked_for(cache: str, monkeypatch: pytest.Mo
     rank.ranks = Ranks(placement_of(SHAPE.E, 1))
     rank.flusher = None if cache == "hot" else rank_worker._FlushTogether()
     with torch.no_grad():
-        rank.prepare(0, first=100, step=0, calls=1, keep=-1, warm=True)
+        rank.prepare(0, first=100, step=0, calls=1, keep=-1, warm=True, poison=False)
         answer = rank.go()
     before = {"hot": ["met"], "cold": ["flushed", "met"], "weights-cold": ["flushed", "met", "touched"]}
     assert done == [*before[cache], "met"]
@@ -214,7 +217,7 @@ def test_what_every_rank_has_must_be_the_same(tmp_path: Path) -> None:
     one, other = ({"out": torch.full((2, 1), float(n)), "gradient of router": torch.ones(3)} for n in (0, 1))
     whole = load_file(group_of(one, other).file("first"))
     assert whole["out"].flatten().tolist() == [0, 0, 1, 1] and whole["gradient of router"].tolist() == [1] * 3
-    with pytest.raises(SubjectError, match="gradient of router"):
+    with pytest.raises(ImplementationError, match="gradient of router"):
         group_of(one, {**other, "gradient of router": torch.zeros(3)}).file("first")
 
 

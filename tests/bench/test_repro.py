@@ -20,6 +20,11 @@ from moe_routing_bench.workloads.experiment import FEWER_TOKENS, Experiment, Imp
 OWN = Experiment(case="own/8x32x16-e8-k2", span="expert_ffn", T=8, D=32, F=16, E=8, K=2, dtype="float32")
 LAYER = replace(OWN, span="layer")
 ROUTED = ImplementationRef(name="staged", router="softmax_topk")
+PLAIN = ImplementationRef(name="plain")
+HEADS = replace(
+    OWN, span="attention", weights=False, heads=4, kv_heads=2, sequences=2, context=9, causal=False, window=3,
+    rotary=True,
+)  # fmt: skip
 CELL = replace(OWN, workload="zipf(1.2)", implementations=(ImplementationRef(name="staged"),))
 ANOTHER: dict[str, Any] = {
     "threads": 2, "cache": "cold", "device": "pretend", "target": 0.05, "min_rounds": 30, "max_rounds": 500,
@@ -41,7 +46,9 @@ CELLS = {
     "store": replace(CELL, case=f"{OWN.case}-int8", store="int8"),
     "named": of_case(cases("seed-fused/32x8192x6144")[0]),
     "named, other dtype": of_case(replace(cases("seed-fused/1x7168x256")[0], dtype="bfloat16")),
-    "block": of_case(cases("seed-decoder/4x64~scaled")[0], replace(ROUTED, name="ours")),
+    "block": of_case(cases("seed-moe-block/4x64~scaled")[0], replace(ROUTED, name="ours")),
+    "attention": of_case(cases("seed-attention/bert-128-float32")[0], PLAIN),
+    "attention, own sizes": of_case(HEADS, PLAIN),
     "frozen": of_case(OWN, ImplementationRef(name="native", frozen=True)),
     "seed": replace(CELL, seed=3),
     "ranks": replace(CELL, W=2),

@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from moe_routing_bench.bench.calls import Result
-from moe_routing_bench.bench.choosing import SizeOptions, WhatOptions, chosen_cases, chosen_implementations
+from moe_routing_bench.bench.choosing import (
+    SizeOptions,
+    WhatOptions,
+    chosen_cases,
+    chosen_implementations,
+    stored_as,
+)
 from moe_routing_bench.bench.floor import floor_seconds, raise_stored, roof_seconds
 from moe_routing_bench.bench.hosts.secret_inputs import SecretInputs, use_weights, weights_of
 from moe_routing_bench.bench.inputs import Inputs
@@ -27,7 +33,7 @@ from moe_routing_bench.formats.int8 import rounded_rows
 from moe_routing_bench.formats.named import quantise
 from moe_routing_bench.ops.expert_ffn.op import by_expert, op
 from moe_routing_bench.workloads.axes import key_values
-from moe_routing_bench.workloads.cases import cases, fitted, stored_as
+from moe_routing_bench.workloads.cases import cases, fitted
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from sample_outcomes import an_outcome
 
@@ -93,8 +99,8 @@ def result_with(inputs: Inputs, weights: ExpertWeights, **how) -> Result:
     return Result(out=by_expert(*args.values(), **how))
 
 
-def judged(judge: Judge, result: Result, subject: ImplementationRef = STAGED) -> Status:
-    return judge.judge_result(result, 0, 0, subject).status
+def judged(judge: Judge, result: Result, implementation: ImplementationRef = STAGED) -> Status:
+    return judge.judge_result(result, 0, 0, implementation).status
 
 
 @torch.no_grad()
@@ -190,7 +196,7 @@ def test_only_bytes_make_the_floor_and_no_roof_is_raised(
         3000 / ladder.bandwidth(3000, 1)
     )
     store_roofs(roofs)
-    outcome = an_outcome(1e6, 0.9e6, subjects=(EAGER, STAGED), span="expert_ffn", cost=cost)
+    outcome = an_outcome(1e6, 0.9e6, implementations=(EAGER, STAGED), span="expert_ffn", cost=cost)
     raise_stored(replace(outcome, experiment=replace(INT4, implementations=(EAGER, STAGED))))
     assert stored_roofs(here) == roofs
     raise_stored(outcome)

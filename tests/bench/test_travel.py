@@ -18,12 +18,12 @@ from moe_routing_bench.results.query import run_query
 from moe_routing_bench.workloads.experiment import ImplementationRef
 from sample_outcomes import HASH, an_outcome
 
-SUBJECTS = (ImplementationRef(name="staged"), ImplementationRef(name="native", layout="block(64)"))
+IMPLEMENTATIONS = (ImplementationRef(name="staged"), ImplementationRef(name="native", layout="block(64)"))
 
 
 def travelled(machine: str = "far-2-cores") -> CellOutcome:
     there = json.loads(json.dumps(environment_document(replace(this_machine(), cpu=machine))))
-    return replace(an_outcome(0.01, 0.02, subjects=SUBJECTS), environment=there)
+    return replace(an_outcome(0.01, 0.02, implementations=IMPLEMENTATIONS), environment=there)
 
 
 class Elsewhere:
@@ -52,8 +52,8 @@ def _without_machine(document: dict[str, Any]) -> None:
     del document["environment"]["machine"]["name"]
 
 
-def _foreign_subject(document: dict[str, Any]) -> None:
-    document["outcomes"][0]["subject"]["name"] = "another"
+def _foreign_implementation(document: dict[str, Any]) -> None:
+    document["outcomes"][0]["implementation"]["name"] = "another"
 
 
 def _without_hash(document: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ def _text_for_pairs(document: dict[str, Any]) -> None:
     ("change", "sentence"),
     [
         (_without_machine, "the machine"),
-        (_foreign_subject, "its cell"),
+        (_foreign_implementation, "its cell"),
         (_without_hash, "hash"),
         (_time_without_pass, "a pass"),
         (_text_for_pairs, "not pairs"),

@@ -135,13 +135,15 @@ def test_what_was_asked_for_and_not_timed_is_an_error():
     assert "staged(grouped_gemm=padded_bmm) @ compact (UNSUPPORTED)" in failed.stderr
     assert "baseline" in failed.stdout  # what could be timed was
     passed, crashed = ImplementationRef(name="staged"), ImplementationRef(name="eager_loop")
-    end([an_outcome(0.01, "UNSUPPORTED", subjects=(passed, crashed))], WhatOptions())  # nobody named it
-    end([an_outcome(0.01, subjects=(passed,))], WhatOptions(impl=["staged"]))
+    end(
+        [an_outcome(0.01, "UNSUPPORTED", implementations=(passed, crashed))], WhatOptions()
+    )  # nobody named it
+    end([an_outcome(0.01, implementations=(passed,))], WhatOptions(impl=["staged"]))
     for outcome, what in (
-        (an_outcome(0.01, "CRASHED", subjects=(passed, crashed)), WhatOptions()),
-        (an_outcome("UNSUPPORTED", subjects=(passed,)), WhatOptions()),
+        (an_outcome(0.01, "CRASHED", implementations=(passed, crashed)), WhatOptions()),
+        (an_outcome("UNSUPPORTED", implementations=(passed,)), WhatOptions()),
         (
-            an_outcome(0.01, "UNSUPPORTED", subjects=(passed, crashed)),
+            an_outcome(0.01, "UNSUPPORTED", implementations=(passed, crashed)),
             WhatOptions(impl=["staged,eager_loop"]),
         ),
     ):
@@ -169,7 +171,7 @@ def test_results_are_saved_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("command", ["bench", "sweep"])
 def test_ctrl_c_says_how_to_go_on(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def stopped_in_the_second(self, cells, **_):
-        yield an_outcome(0.01, subjects=(ImplementationRef(name="staged"),))
+        yield an_outcome(0.01, implementations=(ImplementationRef(name="staged"),))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LocalExecutor, "run", stopped_in_the_second)
@@ -184,7 +186,7 @@ def test_in_a_pipe_progress_is_a_line_a_minute(
 ):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    experiment = an_outcome(0.01, subjects=(ImplementationRef(name="staged"),)).experiment
+    experiment = an_outcome(0.01, implementations=(ImplementationRef(name="staged"),)).experiment
     with shown_progress(2) as progress:
         for second in range(0, 300, 10):
             now[0] = second
@@ -214,7 +216,7 @@ def test_a_bar_and_a_spinner_in_a_pipe_say_a_line_a_minute(
     assert len(lines) == 4
 
 
-def test_words_and_subjects():
+def test_words_and_implementations():
     assert split_words("a,b(x=1,y=2), c") == ["a", "b(x=1,y=2)", "c"]
     (case,) = cases("seed-grid/32x128-e4-d1024-c1.25")
     what = WhatOptions(impl=["staged", "eager_loop @ block(64)"], layout=["compact,case"])

@@ -31,8 +31,8 @@ def layer_inputs(**changes: Any) -> Inputs:
     return Inputs(replace(CASE, **changes))
 
 
-def arguments(subject: ImplementationRef, inputs: Inputs, number: int = 0) -> Any:
-    return layer_span.arguments(layer_span.call(subject, inputs, number, 0)).values()
+def arguments(implementation: ImplementationRef, inputs: Inputs, number: int = 0) -> Any:
+    return layer_span.arguments(layer_span.call(implementation, inputs, number, 0)).values()
 
 
 def test_profile_shows_a_table_each_the_shares_and_who_is_right(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_profile_shows_a_table_each_the_shares_and_who_is_right(tmp_path: Path) 
         assert f"{name}: 2 calls" in text
     assert text.count("self CPU %") == 5 and "aten::mm" in text and "mrb::gemm" in text
     assert "route" in text and "GEMM" in text and "combine" in text and "CUDA" not in text
-    assert "results judged" in text and "Not timed" not in text
+    assert "results checked" in text and "Not timed" not in text
     assert (tmp_path / "p.png").stat().st_size > 10_000
     traces = list(tmp_path.glob("t.*.json"))
     assert len(traces) == 5 and "traceEvents" in json.loads(traces[0].read_text())
@@ -52,6 +52,24 @@ def test_profile_shows_a_table_each_the_shares_and_who_is_right(tmp_path: Path) 
     assert {record.experiment.span for record in kept} == {"layer"} and len(
         kept
     ) == 6  # with the baseline's twin
+
+
+@pytest.mark.parametrize(
+    ("name", "impl"), [("attention", "plain,sdpa"), ("decoder", "torch,ours"), ("block", "ours(impl=staged)")]
+)
+def test_profile_of_another_span_is_in_its_records(name: str, impl: str, tmp_path: Path) -> None:
+    words = [*SIZES, *QUICK, "--heads", 2, "--activation", "gelu", "--impl", impl, "--calls", 2, "--rows", 3]
+    text = mrb("model", "profile", name, *words, "--out", tmp_path).stdout
+    assert text.count("self CPU %") == impl.count(",") + 1 and "one call under the profiler" in text
+    for record in iterate(tmp_path):
+        profiled = record.implementation.role != "twin"
+        assert record.experiment.span == name and len(record.profile) == (3 if profiled else 0)
+        assert all(one.seconds >= one.self_seconds > 0 for one in record.profile.values())
+
+
+def test_a_profile_without_a_time_fails(tmp_path: Path) -> None:
+    words = [*SIZES, *QUICK, "--heads", 2, "--impl", "sdpa_folded", "--calls", 2, "--out", tmp_path]
+    assert "not timed" in mrb("model", "profile", "attention", *words, code=1).stderr
 
 
 def test_profile_in_json_and_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +114,7 @@ def test_bench_block_shows_times_rates_and_stages(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     text = mrb("bench", "block", *SIZES, *QUICK, "--stages", "--out", tmp_path).stdout
     assert "T=24 D=32 F=16 E=4 K=2, float32, zipf(1.2)" in text
-    for word in ("tokens/s", "TFLOP/s", "norms", "attention", "experts", "results judged"):
+    for word in ("tokens/s", "TFLOP/s", "norms", "attention", "experts", "results checked"):
         assert word in text, word
     kept = {record.implementation.spec: record for record in iterate(tmp_path)}
     assert set(kept) == {
@@ -136,10 +154,13 @@ def test_bench_on_a_checkpoint(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("spec", ["staged", "hand-ordered", "eager_loop"])
 def test_named_ranges_change_no_bit(spec: str, changes: dict[str, Any]) -> None:
-    inputs, subject = layer_inputs(**changes), ImplementationRef(name=spec)
-    args = arguments(subject, inputs, 3)
+    inputs, implementation = layer_inputs(**changes), ImplementationRef(name=spec)
+    args = arguments(implementation, inputs, 3)
     with torch.no_grad():
-        plain, ranged = layer_span.built(subject, inputs).run(*args), profiled(subject, inputs).run(*args)
+        plain, ranged = (
+            layer_span.built(implementation, inputs).run(*args),
+            profiled(implementation, inputs).run(*args),
+        )
     assert torch.equal(plain, ranged)
 
 
@@ -180,12 +201,13 @@ def test_device_columns_appear_when_a_device_worked() -> None:
     route.device_time_total = 500
     average = SimpleNamespace(
         key="aten::mm", count=2, self_cpu_time_total=5.0, cpu_time_total=6.0, self_device_time_total=7e6,
-        device_time_total=8.0,
+        device_time_total=8.0, self_cpu_memory_usage=3, self_device_memory_usage=4,
     )  # fmt: skip
     one = read_profile([average], [call, route], calls=2, width=32)
     assert one.shares == {"route": 0.5, "python": 0.5} and one.seconds == pytest.approx(50e-6)
     table = operations_table(one, rows=5)
     assert [column.header for column in table.columns][4:6] == ["self CUDA", "CUDA total"]
+    assert one.rows[0].memory_bytes == 7 and one.operations(1)["aten::mm"].device_seconds == 4e-6
 
 
 def test_nvtx_ranges_are_opened_around_every_stage() -> None:

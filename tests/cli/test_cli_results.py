@@ -27,8 +27,8 @@ def a(tmp_path: Path) -> Path:
     return make_run(tmp_path / "a", TWO)
 
 
-def other(tmp_path: Path, contenders: dict[str, Any] = TWO, **options: Any) -> Path:
-    return make_run(tmp_path / "b", contenders, **{"seed": 1, **options})
+def other(tmp_path: Path, implementations: dict[str, Any] = TWO, **options: Any) -> Path:
+    return make_run(tmp_path / "b", implementations, **{"seed": 1, **options})
 
 
 def tear(folder: Path) -> None:
@@ -68,7 +68,7 @@ def test_compare_shows_a_table_and_a_summary(
     rows = [line.split() for line in text.splitlines() if "| compact" in line]
     assert [row[4] for row in rows] == ["eager_loop", "staged"]  # least ratio first
     assert "SLOWER" in rows[1] and "1 SLOWER" in text and "of 2 ratios 1.0" in text
-    assert "not interleaved" in text and "1 by times" in text
+    assert "not interleaved" in text and "by times alone: 1" in text
     document = mrb_json("results", "compare", a, b)
     assert document["counts"]["SLOWER"] == 1 and document["compared"] == 2
     assert document["changes"][1]["method"] == "ratio to baseline"
@@ -190,8 +190,8 @@ def test_results_alone_is_an_overview_of_the_default_folder(
     assert "OOM" in text and "mrb results query --columns" in text
     document = mrb_json("results")
     counts = {row["status"]: row["records"] for row in document["counts"]}
-    assert counts == {"PASSED": 4, "OOM": 1}  # twins are no contenders
-    assert [(row["best"], row["contenders"]) for row in document["best"]] == [
+    assert counts == {"PASSED": 4, "OOM": 1}  # twins are no implementations
+    assert [(row["best"], row["implementations"]) for row in document["best"]] == [
         ("staged", 2),  # T = 16 before T = 64
         ("eager_loop", 2),
     ]
@@ -215,7 +215,7 @@ def test_what_drops_pairs_wins_nothing_where_another_drops_none(tmp_path: Path) 
     each = {"staged": {"routing__dropped_pairs": 5}}
     make_run(tmp_path / "a", {"eager_loop": 1.0, "native": 0.9, "staged": 0.5}, each=each)
     (row,) = mrb_json("results", "-f", tmp_path / "a")["best"]
-    assert (row["best"], row["next"], row["contenders"]) == ("native", "eager_loop", 2)
+    assert (row["best"], row["next"], row["implementations"]) == ("native", "eager_loop", 2)
 
 
 def test_the_overview_takes_the_newest_run(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_export_as_csv(a: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.csv"
     assert "3 records" in mrb("results", "export", a, "--csv", str(target)).stdout
     assert duckdb.sql(f"SELECT count(*), count(median_ms) FROM '{target}'").fetchall() == [(3, 3)]
-    counted = {"records": 3, "contenders": 2, "baselines_again": 1}
+    counted = {"records": 3, "implementations": 2, "baselines_again": 1}
     left_out = {"lines": 0, "first": [], "remarks": []}
     document = mrb_json("results", "export", a, "--csv", str(target))
     assert document == {"file": str(target), **counted, "left_out": left_out}

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from command_line import mrb, mrb_json
@@ -131,11 +132,14 @@ def test_text_from_outside_cannot_steer_the_terminal(folder: Path) -> None:
 
 def test_nothing_of_it_stays(folder: Path) -> None:
     """Processes that the file started die with its own."""
-    mark = folder / "mark"
+    pids = folder / "pids"
     (folder / "combine" / "stays.py").write_text(
-        f"import os, time\nif os.fork() == 0:\n    time.sleep(8)\n    open({str(mark)!r}, 'w')\n"
-        "    os._exit(0)\nos._exit(0)\n"
+        "import os, time\nif (pid := os.fork()) == 0:\n    time.sleep(600)\n    os._exit(0)\n"
+        f"open({str(pids)!r}, 'a').write(f'{{pid}}\\n')\nos._exit(0)\n"
     )
     mrb("list", "ops", "--include-path", folder, code=1)
-    time.sleep(9)
-    assert not mark.exists()
+    started = [int(line) for line in pids.read_text().split()]
+    until = time.monotonic() + 30
+    while any(map(psutil.pid_exists, started)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert started and not any(map(psutil.pid_exists, started))

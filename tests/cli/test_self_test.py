@@ -19,7 +19,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "no CUDA device" in refused("doctor", "--device", "cuda")
     assert "set TRITON_INTERPRET=1" in refused("doctor", "--device", "pretend")
-    assert "name cuda, cuda:1" in refused("doctor", "--device", "cpu")
+    assert "use cuda, cuda:1" in refused("doctor", "--device", "cpu")
 
 
 @pytest.fixture
@@ -39,12 +39,12 @@ def test_what_is_wrong_is_not_to_be_trusted(a_gpu, monkeypatch: pytest.MonkeyPat
     text = mrb("doctor", "--device", "cuda", code=1).stdout
     assert "A Card, sm_87" in text and "sm_87 is not" in text
     assert "1 right, 1 wrong, 1 not tried" in text
-    assert "trust here: combine.triton_gather_sum" in text
+    assert "do not use: combine.triton_gather_sum" in text
     assert "grouped_gemm.triton_ragged(tma=1)" in text
     document = mrb_json("doctor", "--device", "cuda", code=1)
     assert [one["answer"] for one in document["tried"]] == ["right", "wrong", "not tried"]
     answers[1:] = []
-    assert "Each is right" in mrb("doctor", "--device", "cuda").stdout
+    assert "All are correct" in mrb("doctor", "--device", "cuda").stdout
     answers.clear()
     assert "GPU kernel" in mrb("doctor", "--device", "cuda", "--impl", "nothing", code=2).output
 

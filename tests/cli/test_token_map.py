@@ -45,7 +45,7 @@ def test_where_it_is_wrong(folder: Path) -> None:
 @pytest.mark.slow
 def test_what_is_right_ends_with_zero() -> None:
     text = mrb("check", "--op", "combine", "--impl", "gather_sum", "--dtype", "float32", "--tokens", "1..70")
-    assert "right at every T that ran" in text.stdout and "\n      65  ......" in text.stdout
+    assert "correct at every T that ran" in text.stdout and "\n      65  ......" in text.stdout
 
 
 def test_ranges() -> None:

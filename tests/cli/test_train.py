@@ -42,7 +42,20 @@ def test_a_run_is_a_model_to_trace(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_study_and_its_pictures(tmp_path: Path) -> None:
-    words = ["train", "study", "balance", "--steps", "6", "--seeds", "2", "--rounds", "8", *SMALL]
+    words = [
+        "train",
+        "study",
+        "balance",
+        "--steps",
+        "6",
+        "--seeds",
+        "2",
+        "--rounds",
+        "8",
+        "--rate",
+        "0.003",
+        *SMALL,
+    ]
     out = mrb(*words, "--only", "none", "--only", "switch loss", "--out", tmp_path).stdout
     assert "Not dominated" in out and "switch loss" in out and "byte-trigram" in out
     for name in ("pareto.json", "pareto.png", "curves.png", "load.png", "sources.png"):
@@ -117,6 +130,20 @@ def test_mistakes_are_said(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert says in refused("train", *words, "--corpus", "synthetic", "--steps", "2")
+
+
+def test_a_file_names_a_study_and_its_options(tmp_path: Path) -> None:
+    file = tmp_path / "protocol.toml"
+    sizes = f'sizes = "{SIZES}"'
+    file.write_text(
+        f'study = "balance"\nsteps = 2\nseeds = 2\nrate = 0.002\nrounds = 8\nonly = ["none"]\n{sizes}\n'
+    )
+    mrb("train", "study", file, "--steps", "3", "--out", tmp_path / "runs")
+    runs = mrb_json("train", "show", tmp_path / "runs")
+    assert {(one["rule"], one["seed"], one["steps"]) for one in runs} == {("none", 0, 3), ("none", 1, 3)}
+    file.write_text('study = "balance"\nunknown = 2\n')
+    assert "unknown" in refused("train", "study", str(file), "--out", str(tmp_path / "other"))
+    assert "cannot read" in refused("train", "study", "absent.toml", "--out", str(tmp_path / "other"))
 
 
 def test_a_run_needs_a_folder() -> None:

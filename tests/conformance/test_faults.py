@@ -13,14 +13,18 @@ from moe_routing_bench.conformance.check import cells, check_implementation
 from moe_routing_bench.core.experts import activate
 from moe_routing_bench.core.plan import Layout
 from moe_routing_bench.core.routing import Routing
+from moe_routing_bench.ops.attention.op import rotated, visible
+from moe_routing_bench.ops.attention.plain import run as plain_attention
 from moe_routing_bench.ops.combine.gather_sum import run as gather_sum
 from moe_routing_bench.ops.dispatch.index_select import run as index_select
 from moe_routing_bench.ops.expert_ffn.eager_loop import run as eager_loop
 from moe_routing_bench.ops.grouped_gemm.expert_loop import run as expert_loop
 from moe_routing_bench.ops.implementation import Implementation
+from moe_routing_bench.ops.linear.op import reference as linear
 from moe_routing_bench.ops.make_plan.argsort import run as argsort
 from moe_routing_bench.ops.make_plan.op import plan_by_slabs
 from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.ops.rms_norm.op import reference as rms_norm
 
 pytestmark = pytest.mark.slow
 
@@ -333,6 +337,88 @@ def gates_rounded_coarsely(x_TD, gate_TK, plan, weights):
 def raises(x_TD, gate_TK, plan, weights):
     activate(x_TD, "swiglu")
     raise RuntimeError("must be computed")
+
+
+# rms_norm, linear, attention
+
+
+@fault("rms_norm", "largest error", "dense")
+def divided_by_the_norm_instead_of_the_mean(x_TD, norm_D, eps):
+    return x_TD / x_TD.norm(dim=1, keepdim=True) * norm_D
+
+
+@fault("rms_norm", "largest error", "dense_small")
+def eps_forgotten(x_TD, norm_D, eps):
+    return rms_norm(x_TD, norm_D, 0.0)
+
+
+@fault("rms_norm", "error", "dense_wide")
+def squares_summed_in_the_dtype(x_TD, norm_D, eps):
+    total = torch.zeros_like(x_TD[:, 0])
+    for x_T in x_TD.unbind(1):
+        total = total + x_T * x_T
+    return x_TD * torch.rsqrt(total / x_TD.shape[1] + eps).unsqueeze(1) * norm_D
+
+
+@fault("linear", "largest error", "dense_odd")
+def bias_forgotten(x_TD, w_FD, b_F):
+    return x_TD @ w_FD.t()
+
+
+@fault("linear", "largest error", "dense_odd")
+def last_column_of_a_panel_forgotten(x_TD, w_FD, b_F):
+    whole = x_TD.shape[1] // 16 * 16
+    return linear(x_TD[:, :whole], w_FD[:, :whole], b_F)
+
+
+@fault("attention", "largest error", "heads_plain")
+def scores_not_scaled(q, k, v, causal, window, rotary):
+    return plain_attention(q * q.shape[-1] ** 0.5, k, v, causal, window, rotary)
+
+
+@fault("attention", "largest error", "heads_plain")
+def queries_are_the_first_positions(q, k, v, causal, window, rotary):
+    N = q.shape[2]
+    if not causal or N >= k.shape[2]:
+        return plain_attention(q, k, v, causal, window, rotary)
+    return plain_attention(q, k[:, :, :N], v[:, :, :N], causal, window, rotary)
+
+
+@fault("attention", "largest error", "heads_plain")
+def heads_that_share_keys_are_not_neighbours(q, k, v, causal, window, rotary):
+    many = q.shape[1] // k.shape[1]
+    return plain_attention(q, k.repeat(1, many, 1, 1), v.repeat(1, many, 1, 1), causal, window, rotary)
+
+
+@fault("attention", "largest error", "heads_window")
+def window_one_too_wide(q, k, v, causal, window, rotary):
+    return plain_attention(q, k, v, causal, window and window + 1, rotary)
+
+
+@fault("attention", "largest error", "heads_window_all")
+def window_looks_back_alone(q, k, v, causal, window, rotary):
+    return plain_attention(q, k, v, causal or bool(window), window, rotary)
+
+
+@fault("attention", "nan at", "heads_before_all_keys")
+def no_key_divides_zero_by_zero(q, k, v, causal, window, rotary):
+    y = plain_attention(q, k, v, causal, window, rotary)
+    seen = visible(q.shape[2], k.shape[2], causal, window)
+    return y if seen is None else y.masked_fill(~seen.any(dim=1).unsqueeze(1), torch.nan)
+
+
+@fault("attention", "largest error", "heads_rotary_one_query")
+def query_is_not_turned(q, k, v, causal, window, rotary):
+    return plain_attention(q, rotated(k, rotary), v, causal, window, None)
+
+
+@fault("attention", "nan at", "heads_far")
+def largest_score_not_subtracted(q, k, v, causal, window, rotary):
+    k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], dim=1) for one in (k, v))
+    weight = (q @ k.transpose(2, 3)).float().mul(q.shape[-1] ** -0.5).exp()
+    seen = visible(q.shape[2], k.shape[2], causal, window)
+    weight = weight if seen is None else weight * seen
+    return ((weight / weight.sum(-1, keepdim=True)).to(v.dtype) @ v).to(q.dtype)
 
 
 def check_fault(planted: Fault) -> list:

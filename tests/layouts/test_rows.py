@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_routing_bench import Layout, Routing, RoutingPlan, combine, dispatch, grouped_gemm, make_plan
 from moe_routing_bench.layouts.layout import Layout as Strided
 from moe_routing_bench.layouts.layout import coordinates
-from moe_routing_bench.layouts.rows import Span, blocks, padded_rows, pairs, programs, spans, tiles
+from moe_routing_bench.layouts.rows import RowSpan, blocks, padded_rows, pairs, programs, spans, tiles
 
 KINDS = ["compact", "block(1)", "block(4)", "padded(capacity=3)", "padded(capacity_factor=1.25)"]
 
@@ -26,7 +26,7 @@ def routed(T: int, K: int, E: int, seed: int) -> Routing:
     return Routing(expert_TK=expert_TK, gate_TK=torch.rand(T, K, generator=generator), num_experts=E)
 
 
-def spans_of(plan: RoutingPlan) -> list[Span]:
+def spans_of(plan: RoutingPlan) -> list[RowSpan]:
     return spans(plan.offset_E1.tolist(), plan.layout.block_rows or 1)
 
 

@@ -9,12 +9,14 @@ import re
 import shutil
 import subprocess
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from moe_routing_bench.core import cpp
 from moe_routing_bench.core.machine import this_machine
-from moe_routing_bench.ops.expert_ffn import native
+from moe_routing_bench.ops.expert_ffn import native as expert_ffn
+from moe_routing_bench.ops.linear import native as linear
 
 pytestmark = pytest.mark.slow
 
@@ -31,9 +33,9 @@ TO_STACK = re.compile(r"[xyz]mm\d+,\S*\(%r[sb]p\)$")  # what is only read there 
 
 
 @cache
-def machine_code() -> str:
-    cpp.load(native.SOURCE, "vnni")
-    library = cpp._library(native.SOURCE, "vnni")
+def machine_code(source: Path) -> str:
+    cpp.load(source, "vnni")
+    library = cpp._library(source, "vnni")
     command = ["objdump", "-d", "-C", "--no-show-raw-insn", str(library)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
@@ -58,16 +60,18 @@ def to_stack(loop: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("function", "products"),
+    ("source", "function", "products"),
     [
-        ("Vector<float>::block<11>", 22),
-        ("Vector<unsigned short>::block<11>", 44),
-        ("Int8Rows<0>::block<12>", 24),
-        ("Int8Rows<2>::block<12>", 24),
+        (expert_ffn.SOURCE, "Vector<float>::block<11>", 22),
+        (expert_ffn.SOURCE, "Vector<unsigned short>::block<11>", 44),
+        (expert_ffn.SOURCE, "Int8Rows<0>::block<12>", 24),
+        (expert_ffn.SOURCE, "Int8Rows<2>::block<12>", 24),
+        (linear.SOURCE, "Vector<float>::block<11>", 22),
+        (linear.SOURCE, "Vector<unsigned short>::block<11>", 44),
     ],
 )
-def test_sums_stay_in_registers(function: str, products: int) -> None:
-    loop = inner_loop(machine_code(), function)
+def test_sums_stay_in_registers(source: Path, function: str, products: int) -> None:
+    loop = inner_loop(machine_code(source), function)
     assert sum(bool(PRODUCT.match(text)) for text in loop) % products == 0
     assert to_stack(loop) == []
 

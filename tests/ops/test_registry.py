@@ -42,7 +42,8 @@ def arguments():
 def test_ops_are_found_by_listing_the_folder() -> None:
     ops = all_ops()
     routed, computed = ["score_topk", "topk", "make_plan"], ["grouped_gemm", "combine", "ep_combine"]
-    assert list(ops) == [*routed, "dispatch", "ep_dispatch", *computed, "expert_ffn"]
+    around = ["rms_norm", "attention", "linear"]
+    assert list(ops) == [*routed, "dispatch", "ep_dispatch", *computed, "expert_ffn", *around]
     folders = {p.parent.name for p in Path(registry.__file__).parent.glob("*/op.py")}
     assert folders == set(ops)
     for op in ops.values():

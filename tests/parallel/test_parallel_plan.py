@@ -79,12 +79,12 @@ def test_the_command(tmp_path: Path) -> None:
     words = ("parallel", "plan", "--model", "olmoe-1b-7b", "--gpus", 16, "--tokens", 64)
     shown = mrb(*words, "-o", picture).stdout
     assert "Assumptions" in shown and all(source in shown for source in H100.sources)
-    assert "Take" in shown and "<svg" in picture.read_text()
+    assert "Use" in shown and "<svg" in picture.read_text()
     found = mrb_json(*words)
     assert found["best"]["total"] == pytest.approx(sum(found["best"]["seconds"][part] for part in PARTS))
     assert {one["degree"] for one in found["options"]} == {1, 2, 4, 8, 16}
     assert found["question"]["layers"] == 16 and found["assumptions"]
-    assert "None fits" in mrb(*words, "--memory-share", "0.0001").stdout
+    assert "No plan fits" in mrb(*words, "--memory-share", "0.0001").stdout
     assert "gb200-nvl72" in mrb("parallel", "fabrics").stdout
 
 

@@ -64,7 +64,7 @@ def _row(states: str, what: str, trap: int | None = None, **rest: object) -> Exp
 
 
 _HONEST_TIME = "its median is no less than 0.8 of the same computation's without the trick"
-_OTHERS = "the median and the state of an honest subject in the same run are as without it"
+_OTHERS = "the median and the state of an honest implementation in the same run are as without it"
 _WRONG = "WRONG_VALUE SUSPECT"
 _LAZY = "WRONG_STRUCTURE SUSPECT"
 _DEAD = "the cell is recorded within its time limit; the next cell runs in a new worker"
@@ -274,10 +274,18 @@ EXPECTED: dict[tuple[str, str], Expectation] = {
     ),
     # harm to others
     ("combine", "slows_its_neighbours"): _row(
-        "SUSPECT", "makes the others sleep", 18, must_hold=_OTHERS, needs="an honest subject in the same run"
+        "SUSPECT",
+        "makes the others sleep",
+        18,
+        must_hold=_OTHERS,
+        needs="an honest implementation in the same run",
     ),
     ("combine", "spoils_its_neighbours"): _row(
-        "SUSPECT", "makes the others wrong", 18, must_hold=_OTHERS, needs="an honest subject in the same run"
+        "SUSPECT",
+        "makes the others wrong",
+        18,
+        must_hold=_OTHERS,
+        needs="an honest implementation in the same run",
     ),
     ("combine", "changes_global_settings"): _row(
         "SUSPECT", "float64 by default and eight threads for all", 17, must_hold=_OTHERS

@@ -40,7 +40,7 @@ it; processes left are those that run when the cell is over. Only PASSED has a v
 def row(name: str) -> str:
     op, _, kernel = name.partition(".")
     began = time.monotonic()
-    _, one = run_cell(replace(cell_of(op, kernel), **how_for(ALL[name]))).subjects
+    _, one = run_cell(replace(cell_of(op, kernel), **how_for(ALL[name]))).implementations
     verdict, ratio = (one.comparison.verdict, f"{one.comparison.ratio:.2f}") if one.comparison else ("", "")
     left = len(psutil.Process(server_pid()).children(recursive=True))
     cells = (

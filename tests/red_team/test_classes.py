@@ -27,8 +27,8 @@ def cell_of(op: str, *names: str, dtype: str = "float32") -> Experiment:
     shape = MoEShape(T=48, D=32, F=48, E=8, K=2)
     case = Experiment(case=f"red-team/{op}", span=op, **vars(shape), dtype=dtype)
     specs = (all_ops()[op].default, *names)
-    subjects = tuple(ImplementationRef(name=spec) for spec in specs)
-    return replace(case, workload="uniform", implementations=subjects, include=(str(OUTSIDE),), **HOW)
+    implementations = tuple(ImplementationRef(name=spec) for spec in specs)
+    return replace(case, workload="uniform", implementations=implementations, include=(str(OUTSIDE),), **HOW)
 
 
 def test_every_kernel_is_in_a_class_and_every_class_is_explained() -> None:
@@ -43,10 +43,10 @@ def test_every_kernel_is_in_a_class_and_every_class_is_explained() -> None:
 def test_it_gains_nothing(name: str) -> None:
     op, _, kernel = name.partition(".")
     experiment = replace(cell_of(op, kernel), **how_for(ALL[name]))
-    honest, other = run_cell(experiment).subjects
+    honest, other = run_cell(experiment).implementations
     if other.comparison is not None and other.comparison.verdict == "FASTER":
         # a verdict is wrong once in a hundred by its own level; a trick that works does so again
-        honest, other = run_cell(experiment).subjects
+        honest, other = run_cell(experiment).implementations
     had_time(honest)
     assert honest.status is Status.PASSED, f"the honest kernel was harmed: {honest.reason}"
     assert other.status in ALL[name], f"{other.status}: {other.reason}"
@@ -63,7 +63,7 @@ def test_it_gains_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", one_of_each(dict.fromkeys(STYLES, "style")))
 def test_honest_code_from_outside_passes_whatever_it_is_made_with(name: str) -> None:
     experiment = replace(cell_of("combine", name), include=(str(HONEST),), max_seconds=240, step_seconds=120)
-    honest, other = run_cell(experiment).subjects
+    honest, other = run_cell(experiment).implementations
     if other.status is Status.UNSUPPORTED:
         pytest.skip(other.reason)
     had_time(honest, other)
@@ -73,4 +73,4 @@ def test_honest_code_from_outside_passes_whatever_it_is_made_with(name: str) -> 
 
 def test_int8_is_as_accurate_as_bfloat16_and_that_is_all_a_pass_says() -> None:
     outcome = run_cell(cell_of("expert_ffn", "int8_in_groups", dtype="bfloat16"))
-    assert outcome.subjects[1].status in (Status.PASSED, Status.WRONG_VALUE)
+    assert outcome.implementations[1].status in (Status.PASSED, Status.WRONG_VALUE)

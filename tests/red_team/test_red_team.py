@@ -70,7 +70,7 @@ def cell_of(op: str, name: str, at: Sizes, how: Mapping[str, float] = HOW) -> Ex
 def test_it_is_rejected_or_contained(op: str, name: str) -> None:
     expected = EXPECTED[op, name]
     outcome = run_cell(cell_of(op, name, expected.at, how_for(expected.states)))
-    honest, other = outcome.subjects
+    honest, other = outcome.implementations
     had_time(honest)
     assert honest.status is Status.PASSED, f"the honest kernel was harmed: {honest.reason}"
     assert other.status in expected.states, f"{other.status}: {other.reason}"
@@ -86,7 +86,7 @@ def test_it_is_rejected_or_contained(op: str, name: str) -> None:
 def test_it_passes_where_its_trick_does_not_apply(op: str, name: str) -> None:
     at = EXPECTED[op, name].right_at
     assert at is not None
-    honest, other = run_cell(cell_of(op, name, at)).subjects
+    honest, other = run_cell(cell_of(op, name, at)).implementations
     had_time(honest, other)
     assert honest.status is Status.PASSED
     # the kit of hard cases may have one in which its trick does apply
@@ -98,8 +98,8 @@ def test_forged_results_are_undone_and_the_forger_is_named(tmp_path: Path) -> No
     experiment = cell_of("combine", "writes_results_file", Sizes())
     honest_first = replace(experiment, implementations=experiment.implementations[:1])
     outcomes = list(run_sweep([honest_first, experiment], tmp_path, LocalExecutor()))
-    before = {o.label: median(o.samples) for o in outcomes[0].subjects}
-    honest, forger = outcomes[1].subjects
+    before = {o.label: median(o.samples) for o in outcomes[0].implementations}
+    honest, forger = outcomes[1].implementations
     had_time(honest)
     assert honest.status is Status.PASSED
     assert forger.status is Status.SUSPECT, forger.reason

@@ -33,7 +33,7 @@ def rows_of(text: str, head: str) -> list[list[str]]:
 
 
 def test_a_cell_shows_rates_after_its_time(capsys: pytest.CaptureFixture[str]) -> None:
-    show_outcome(an_outcome(0.01, 0.02, subjects=(STAGED, EAGER)))
+    show_outcome(an_outcome(0.01, 0.02, implementations=(STAGED, EAGER)))
     head, best, worse = rows_of(capsys.readouterr().out, "implementation")
     assert head == [
         "implementation", "ms", "tokens/s", "GB/s", "TFLOP/s", "ratio", "99 % interval", "verdict",
@@ -44,8 +44,10 @@ def test_a_cell_shows_rates_after_its_time(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_packing_shows_both_conventions_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    subject = ImplementationRef(name="index_select+gather_sum")
-    show_outcome(an_outcome(1e-5, subjects=(subject,), span="pack", cost=Cost(activation_bytes=1000)))
+    implementation = ImplementationRef(name="index_select+gather_sum")
+    show_outcome(
+        an_outcome(1e-5, implementations=(implementation,), span="pack", cost=Cost(activation_bytes=1000))
+    )
     text = capsys.readouterr().out
     assert re.search(r"bw_2pass +bw_strict\n", text) and "TFLOP/s" not in text
     assert rows_of(text, "implementation")[1][2:5] == ["10.0 M", "10.2", "15.4"]
@@ -72,9 +74,9 @@ BOTH = tuple(
 @pytest.mark.parametrize("columns", [80, 100])
 def test_a_table_is_readable_in_few_columns(columns: int, terminal_of: Callable[[int], Console]) -> None:
     shown = terminal_of(columns)
-    outcome = an_outcome(0.01, 0.02, 1.23456, 0.0099, subjects=BOTH)
+    outcome = an_outcome(0.01, 0.02, 1.23456, 0.0099, implementations=BOTH)
     show_outcome(outcome)
-    show_summary([outcome, an_outcome(0.01, "OOM", subjects=(STAGED, EAGER), T=4)])
+    show_summary([outcome, an_outcome(0.01, "OOM", implementations=(STAGED, EAGER), T=4)])
     text = shown.export_text()
     assert max(map(len, text.splitlines())) <= columns
     assert "…" not in text
@@ -88,7 +90,7 @@ def test_a_table_is_readable_in_few_columns(columns: int, terminal_of: Callable[
 def test_a_pipe_has_numbered_rows_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcome = an_outcome(0.01, 0.02, 1.23456, 0.0099, subjects=BOTH)
+    outcome = an_outcome(0.01, 0.02, 1.23456, 0.0099, implementations=BOTH)
     show_outcome(outcome)
     assert f"  {LONG} @ {LAYOUTS[1]}\n" in capsys.readouterr().out  # no name is wrapped in a pipe
     monkeypatch.setenv("COLUMNS", "300")
@@ -100,7 +102,11 @@ def test_a_pipe_has_numbered_rows_too(
 def test_what_was_not_timed_is_grouped_by_reason(capsys: pytest.CaptureFixture[str]) -> None:
     specs = ("staged", "triton_fused", "triton_decode", "eager_loop")
     made = an_outcome(
-        0.01, "UNSUPPORTED", "UNSUPPORTED", "OOM", subjects=tuple(ImplementationRef(name=s) for s in specs)
+        0.01,
+        "UNSUPPORTED",
+        "UNSUPPORTED",
+        "OOM",
+        implementations=tuple(ImplementationRef(name=s) for s in specs),
     )
     why = "needs triton, which is not installed"
     reasons = ("", f"expert_ffn.triton_fused: {why}", f"expert_ffn.triton_decode: {why}", "too much")
@@ -115,7 +121,7 @@ def test_what_was_not_timed_is_grouped_by_reason(capsys: pytest.CaptureFixture[s
 
 
 def test_names_say_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
-    show_outcome(an_outcome(0.01, 0.02, subjects=routed("softmax_topk", "switch")))
+    show_outcome(an_outcome(0.01, 0.02, implementations=routed("softmax_topk", "switch")))
     text = capsys.readouterr().out
     assert [row[0] for row in rows_of(text, "implementation")[1:]] == [
         "staged, softmax_topk",
@@ -123,7 +129,7 @@ def test_names_say_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert [row[0] for row in rows_of(text, "router")[1:]] == ["softmax_topk", "switch"]
     both = (*routed("switch"), *routed("switch", layer="chain(iterations=2)"))
-    show_outcome(an_outcome(0.01, 0.02, subjects=both, direction="train"))
+    show_outcome(an_outcome(0.01, 0.02, implementations=both, direction="train"))
     text = capsys.readouterr().out
     assert "layer train, T=100" in text and "switch" not in text
     names = [row[0] for row in rows_of(text, "implementation")[1:]]
@@ -140,9 +146,9 @@ def summary(capsys: pytest.CaptureFixture[str], *outcomes: CellOutcome) -> tuple
 def test_one_ranking_over_cells(capsys: pytest.CaptureFixture[str]) -> None:
     about, rows = summary(
         capsys,
-        an_outcome(0.01, 0.02, subjects=routed("softmax_topk", "switch")),
-        an_outcome(0.02, 0.03, subjects=routed("softmax_topk", "switch"), T=400),
-        an_outcome(0.003, 0.006, subjects=routed("softmax_topk", "switch"), direction="train"),
+        an_outcome(0.01, 0.02, implementations=routed("softmax_topk", "switch")),
+        an_outcome(0.02, 0.03, implementations=routed("softmax_topk", "switch"), T=400),
+        an_outcome(0.003, 0.006, implementations=routed("softmax_topk", "switch"), direction="train"),
     )
     assert about == "3 cells: layer, moe, compact, staged, D=64, F=32, E=8, K=2, float32, zipf(1.2)"
     assert rows[0] == [
@@ -162,18 +168,22 @@ def test_one_ranking_over_cells(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_only_what_varies_is_a_column(capsys: pytest.CaptureFixture[str]) -> None:
-    cells = [an_outcome(0.01, 0.02, subjects=(STAGED, EAGER), workload=name) for name in ("uniform", "zipf")]
+    cells = [
+        an_outcome(0.01, 0.02, implementations=(STAGED, EAGER), workload=name) for name in ("uniform", "zipf")
+    ]
     about, rows = summary(capsys, *cells)
     assert about == "2 cells: layer, forward, moe, compact, T=100, D=64, F=32, E=8, K=2, float32"
     assert rows[0][:3] == ["implementation", "workload", "ms"] and len(rows) == 5
-    sizes = [an_outcome(0.01, subjects=(STAGED,), **{letter: 4}) for letter in "EK"]
+    sizes = [an_outcome(0.01, implementations=(STAGED,), **{letter: 4}) for letter in "EK"]
     assert summary(capsys, *sizes)[1][0][:3] == ["E", "K", "ms"]
     # nothing else tells them apart
     assert summary(capsys, cells[0], cells[0])[1][0][:3] == ["implementation", "case", "ms"]
 
 
 def test_cells_without_a_time_have_no_ranking(capsys: pytest.CaptureFixture[str]) -> None:
-    show_summary([an_outcome("OOM", subjects=(STAGED,)), an_outcome("CRASHED", subjects=(STAGED,))])
+    show_summary(
+        [an_outcome("OOM", implementations=(STAGED,)), an_outcome("CRASHED", implementations=(STAGED,))]
+    )
     assert "Nothing was timed in any of the cells" in capsys.readouterr().out
 
 
@@ -187,10 +197,11 @@ def test_rates_have_three_digits(rate: float, words: str) -> None:
 
 
 def test_json_has_direction_router_layer_and_rates() -> None:
-    subjects = (*routed("switch", layer="chain(iterations=2)"), EAGER)
+    implementations = (*routed("switch", layer="chain(iterations=2)"), EAGER)
     document = json.loads(
         json.dumps(
-            outcome_document(an_outcome(0.01, "OOM", subjects=subjects, direction="train")), default=str
+            outcome_document(an_outcome(0.01, "OOM", implementations=implementations, direction="train")),
+            default=str,
         )
     )
     assert document["direction"] == "train"

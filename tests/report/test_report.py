@@ -19,7 +19,7 @@ import torch
 from command_line import mrb
 from many_runs import fill
 from moe_routing_bench.report import page as page_of
-from moe_routing_bench.report.drawing import inline
+from moe_routing_bench.report.drawing import Picture, figure, inline
 from moe_routing_bench.report.finding import results_folders
 from moe_routing_bench.report.markdown import markdown
 from moe_routing_bench.report.page import HERE, make_page, plain, render
@@ -275,6 +275,13 @@ def test_figures_follow_the_colours_of_the_page() -> None:
     assert svg.startswith("<svg viewBox=") and "var(--ink)" in svg and "#0b0b0c" not in svg
 
 
+def test_a_drawing_in_a_page_loses_digits_of_places_but_no_word() -> None:
+    made = figure(2, 2)
+    made.text(0.123456, 0.5, "1.23456 Many Large")
+    svg = inline(Picture(name="a", title="", caption="", figure=made))
+    assert ">1.23456 Many Large<" in svg and not re.search(r'"[^"<>]*\.\d{3}', svg)
+
+
 def test_packed_folders_and_folders_of_folders(tmp_path: Path) -> None:
     make_run(tmp_path / "all" / "first", {"a": 1.0, "b": 0.5})
     make_run(tmp_path / "second", {"a": 1.0, "b": 0.7}, seed=5)
@@ -315,7 +322,7 @@ def test_a_broken_study_is_a_sentence(tmp_path: Path) -> None:
     shutil.copytree(MEASUREMENTS / "training" / "chain", tmp_path / "s")
     (tmp_path / "s" / "times.json").write_text('{"seconds": 3}')
     (study,) = material_of(tmp_path / "s").studies
-    assert study.pareto is None and "do not fit together" in study.why
+    assert study.pareto is None and "do not match" in study.why
 
 
 def test_what_is_missing_names_its_install_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -153,13 +153,13 @@ CHAIN = {**SWITCH, "implementation__router": "", "implementation__layer": "chain
 
 
 @pytest.mark.parametrize("other", [SWITCH, CHAIN], ids=["router", "layer"])
-def test_another_router_or_layer_is_another_contender(tmp_path: Path, other: dict[str, Any]) -> None:
+def test_another_router_or_layer_is_another_implementation(tmp_path: Path, other: dict[str, Any]) -> None:
     """Also in one cell, beside the same implementation with the default."""
     both = {"base": 1.0, "fast": 0.8, "fast again": 0.4}
     a = make_run(tmp_path / "a", both, each={"fast again": other})
     b = make_run(tmp_path / "b", {**both, "fast again": 0.8}, each={"fast again": other}, seed=1)
     assert len(read_run(a, LeftOut()).cells[0].records) == 4
-    changes = {change.contender: change for change in compare_runs(a, b).changes}
+    changes = {change.title: change for change in compare_runs(a, b).changes}
     name = f"fast | compact | {other['implementation__router'] or other['implementation__layer']}"
     assert {"base | compact", "fast | compact", name} == {*changes}
     assert changes["fast | compact"].ratio == pytest.approx(1, rel=0.02)
@@ -184,7 +184,7 @@ def test_a_baseline_with_another_router_is_no_yardstick(a: Path, tmp_path: Path)
         tmp_path / "b", {"base": 1.0, "fast": 0.8}, each={"base": {"implementation__router": "switch"}}
     )
     (change,) = compare_runs(a, b).changes
-    assert (change.contender, change.method) == ("fast | compact", "times")
+    assert (change.title, change.method) == ("fast | compact", "times")
 
 
 def test_names_tell_the_direction(tmp_path: Path) -> None:
@@ -195,9 +195,7 @@ def test_names_tell_the_direction(tmp_path: Path) -> None:
         for name in "ab"
     ]
     (change,) = compare_runs(*runs).changes
-    assert change.where.startswith("expert_ffn backward seed-fused/") and change.contender.endswith(
-        "| switch"
-    )
+    assert change.where.startswith("expert_ffn backward seed-fused/") and change.title.endswith("| switch")
 
 
 def test_of_many_only_the_like_are_compared(tmp_path: Path) -> None:
@@ -275,7 +273,7 @@ def test_a_worker_that_died_early_is_still_recognised(a: Path, tmp_path: Path) -
     assert [one.status for one in comparison.broken] == ["CRASHED"] * 2 and not comparison.changes
 
 
-def test_the_twin_is_no_contender(a: Path, tmp_path: Path) -> None:
+def test_the_twin_is_no_implementation(a: Path, tmp_path: Path) -> None:
     b = make_run(tmp_path / "b", {"base": 1.0, "fast": 0.8})
     assert [change.implementation for change in compare_runs(a, b).changes].count("base") == 1
 

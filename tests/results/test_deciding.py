@@ -75,7 +75,7 @@ def test_impl_auto_follows_the_file(folder: Path, tmp_path: Path) -> None:
     assert read_decisions(path).source == str(folder)
     mrb.use_decisions(path)
     weights = mrb.ExpertWeights(w_in_EDG=torch.empty(64, 1792, 128), w_out_EFD=torch.empty(64, 64, 1792))
-    for tokens, wanted in ((4, "staged"), (100, "eager_loop")):
+    for tokens, wanted in ((4, "staged"), (50, "eager_loop")):
         source = StandIns(weights, 8, mrb.Layout.compact(), tokens)
         choice = choose(op, tuple(op.arguments(source).values()))
         assert choice.implementation.name == wanted and choice.warning is None
@@ -94,8 +94,8 @@ def test_a_layer_decides_expert_ffn_unless_the_op_itself_was_measured(tmp_path: 
 
 def test_layouts_threads_workloads_and_dtypes_are_decided_apart(tmp_path: Path) -> None:
     layouts = {"eager_loop": "compact", "staged": "block(64)", "dense_all_experts": "block(64)"}
-    contenders = {"eager_loop": 1.0, "staged": 3.0, "dense_all_experts": 2.0}
-    make_run(tmp_path, contenders, layouts=layouts)
+    implementations = {"eager_loop": 1.0, "staged": 3.0, "dense_all_experts": 2.0}
+    make_run(tmp_path, implementations, layouts=layouts)
     for number, changes in enumerate(
         ({"experiment__threads": 2}, {"experiment__workload": "uniform"}, {"experiment__dtype": "bfloat16"})
     ):

@@ -11,16 +11,16 @@ import torch
 
 from command_line import mrb, mrb_json, refused
 from moe_routing_bench.results.folder import Session
-from moe_routing_bench.results.history import Point, _steps, history
+from moe_routing_bench.results.history import CommitPoint, _steps, history
 from sample_records import HASH
 from sample_runs import ENVIRONMENT, add_cell
 
 torch.set_num_threads(1)
 
 
-def points(values: Any, error: float = 0.0) -> list[Point]:
+def points(values: Any, error: float = 0.0) -> list[CommitPoint]:
     return [
-        Point(
+        CommitPoint(
             commit=f"{n:040x}", dirty=False, day="", value=float(value), error=error, floor=0.0, runs=1,
             source=str(n), method=(), place=(), repro="",
         )
@@ -95,7 +95,7 @@ def commits(folder: Path, **later: Any) -> Path:
 def test_a_step_is_put_down_to_something(tmp_path: Path, later: dict[str, Any], kind: str) -> None:
     found = history(commits(tmp_path / "r", **later))
     ((series, step),) = found.steps
-    assert series.contender.startswith("mine") and step.kind == kind
+    assert series.implementation.startswith("mine") and step.kind == kind
     assert series.points[step.at].commit.startswith("5abc") and step.ratio == pytest.approx(1.2, rel=0.02)
     assert series.method_changes == ([4] if kind == "method change" else [])
 
@@ -130,7 +130,7 @@ def test_cases_that_differ_in_one_axis_are_two_series(tmp_path: Path) -> None:
             add_cell(session, {"base": 1.0, "mine": 1.1}, seed=n, drift=drift, experiment__bias=bias)
     found = history(tmp_path / "r", "ms")
     assert sorted(round(one.points[0].value / 10) for one in found.series) == [1, 1, 2, 2]
-    assert len({(one.where, one.contender) for one in found.series}) == 4
+    assert len({(one.where, one.implementation) for one in found.series}) == 4
     assert len(mrb_json("results", "-f", tmp_path / "r")["best"]) == 2
 
 

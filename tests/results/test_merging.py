@@ -167,7 +167,7 @@ def test_two_sessions_of_one_name_are_not_mixed(folders: list[Path], tmp_path: P
     path = lines_of(folders[0])
     path.write_bytes(path.read_bytes().replace(b"fast", b"slow"))
     merged = merge(folders[:1], out)
-    assert not merged.copied and "another session" in merged.refused[0]
+    assert not merged.copied and "different session" in merged.refused[0]
 
 
 def test_a_session_that_is_still_written_is_merged_again(folders: list[Path], tmp_path: Path) -> None:
@@ -211,6 +211,6 @@ def test_a_wrong_folder_is_said_before_anything_is_written(folders: list[Path], 
     for name in ("nowhere", "empty"):
         assert str(tmp_path / name) in refused("results", "merge", folders[0], tmp_path / name, "--out", out)
         assert not out.exists()
-    assert "merge into" in refused("results", "merge", folders[0], "--out", folders[0])
+    assert "both a source and the target" in refused("results", "merge", folders[0], "--out", folders[0])
     (tmp_path / "file").write_text("")
     assert str(tmp_path / "file") in refused("results", "merge", folders[0], "--out", tmp_path / "file")

@@ -16,9 +16,9 @@ from moe_routing_bench.core.text import one_line
 from moe_routing_bench.results.record import (
     MAX_LINE_BYTES,
     VERSION_1,
-    Comparison,
+    ComparisonFacts,
     Record,
-    Samples,
+    SamplesFile,
     Timing,
     content_hash,
     log_tail,
@@ -246,7 +246,7 @@ def test_of_a_key_given_twice_the_last_counts() -> None:
 
 def test_timing_of_samples() -> None:
     samples = [0.010, 0.011, 0.012, 0.013]
-    ref = Samples(file=f"session={SESSION}/samples.f64", offset=0, count=4, sha256=HASH)
+    ref = SamplesFile(file=f"session={SESSION}/samples.f64", offset=0, count=4, sha256=HASH)
     timing = Timing.of(samples, 0.5, ref, {"route": 0.001})
     assert timing.median == pytest.approx(0.0115) and timing.least == 0.010 and timing.most == 0.013
     assert timing.std == pytest.approx(np.std(samples, ddof=1)) and timing.stages == {"route": 0.001}
@@ -263,9 +263,9 @@ def test_a_comparison_is_taken_over_as_it_was_found() -> None:
     rng = np.random.default_rng(0)
     a = 0.01 * rng.lognormal(0, 0.01, 40)
     compared = compare(a, 1.1 * a * rng.lognormal(0, 0.01, 40), aa_floor=0.003)
-    part = Comparison.of("eager_loop", compared, 0.003)
+    part = ComparisonFacts.of("eager_loop", compared, 0.003)
     assert (part.verdict, part.ratio, part.low, part.high) == ("SLOWER", compared.ratio, *compared.interval)
-    assert get_args(Comparison.model_fields["verdict"].annotation) == get_args(Verdict)
+    assert get_args(ComparisonFacts.model_fields["verdict"].annotation) == get_args(Verdict)
 
 
 def test_any_text_can_be_made_to_fit() -> None:

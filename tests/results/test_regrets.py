@@ -21,8 +21,8 @@ from sample_runs import add_cell
 MAKER = runpy.run_path(str(ROOT / "measurements/preferences.py"))
 
 
-def cell(session: Session, name: str, contenders: dict[str, Any], **changes: Any) -> None:
-    add_cell(session, contenders, experiment__case=f"regret/{name}", **changes)
+def cell(session: Session, name: str, implementations: dict[str, Any], **changes: Any) -> None:
+    add_cell(session, implementations, experiment__case=f"regret/{name}", **changes)
 
 
 @pytest.fixture

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from moe_routing_bench.results.read import TRAININGS, LeftOut
-from moe_routing_bench.results.trainings import read_trainings
+from moe_routing_bench.results.trainings import finished, read_trainings
 from moe_routing_bench.train.pareto import Spread, pareto, sentences
 from moe_routing_bench.train.records import EVENTS, STATE, execute, read_events, read_state, run_folder
 from moe_routing_bench.train.settings import Rule, Run, Size
 from moe_routing_bench.train.study import STUDY, TIMES, USED, StudyRun
+from moe_routing_bench.train.study_rules import MAX_RATE, MIN_RATE, TUNING_SEEDS
 from moe_routing_bench.train.text import Corpus, synthetic
 from timing import in_time
 from tiny_training import TINY, tiny
@@ -155,10 +156,15 @@ def test_a_study_from_learning_rates_to_findings(tmp_path: Path, corpus: Corpus)
     work.run(rounds=8)
     done = read_trainings(tmp_path)
     assert len([one for one in done if one.study == "routers"]) == 10
-    assert len([one for one in done if one.study == "routers tuning"]) == 10
+    tuning = [one for one in done if one.study == "routers tuning"]
+    assert {one.seed for one in tuning} == set(TUNING_SEEDS) and len(tuning) >= 20
+    chosen = work.chosen_rates()
     for one in done:
         if one.study == "routers":
-            assert one.learning_rate == work.chosen_rates()[one.rule]
+            assert one.learning_rate == chosen[one.rule]
+    for rule, grid in work.tuning_runs().items():  # inside its grid, or as far as grids go
+        best = chosen[rule]
+        assert min(grid) < best < max(grid) or not MIN_RATE < best / 2 < best * 2 < MAX_RATE
     found = pareto(tmp_path)
     assert {one.rule for one in found.standings} == {entry.rule.name for entry in work.entries}
     last = found.standings[-1]
@@ -209,13 +215,34 @@ def test_what_moves_to_another_text_begins_with_the_weights(tmp_path: Path, corp
     like = replace(tiny(), size=Size(**vars(TINY)), steps=8)
     work = StudyRun("specialise", corpus, tmp_path, like=like, seeds=1, rates=(1e-2,))
     work.run(rounds=8)
-    runs = work.runs({})
-    events = {name: losses(run_folder(tmp_path, run.key)) for (name, _), run in runs.items()}
+    runs = [planned.run for planned in work.runs({})]
+    events = {run.rule.name: losses(run_folder(tmp_path, run.key)) for run in runs}
     assert set(events) == {"home", "all", "gates", "gates, then all"}
     assert events["all"][0]["losses"] == events["gates"][0]["losses"]
     gates = [one for one in events["gates"] if "losses" in one][-1]
     assert gates["losses"] == events["gates, then all"][0]["losses"]
     assert set(gates["losses"]) == {"high"}
+
+
+@pytest.mark.slow
+def test_a_branch_is_the_short_run_to_the_bit(tmp_path: Path, corpus: Corpus) -> None:
+    rules = ("softmax_topk", "dense, equal FLOPs")
+    options: dict[str, Any] = {"rates": (1e-2,), "only": rules, "shares": (0.5, 1.0), "looks": (2, 3)}
+    work = study(tmp_path / "whole", corpus, seeds=3, **options)
+    work.run(rounds=8)
+    done = finished(tmp_path / "whole")
+    planned = work.runs({}, seeds=2)
+    assert all(one.run.key in done for one in planned)
+    branch = next(one for one in planned if one.trunk)
+    assert branch.own_steps < branch.run.steps / 2
+    alone = execute(branch.run, corpus, tmp_path / "alone")
+    assert alone.loss == done[branch.run.key].loss
+    assert alone.tokens == done[branch.run.key].tokens
+    found = pareto(tmp_path / "whole")
+    assert set(found.decisions) == {"tokens", "0.5", "1"}
+    for compared in found.decisions.values():
+        assert compared["dense, equal FLOPs"].seeds in (2, 3)
+    assert not list((tmp_path / "whole").rglob("state-*"))
 
 
 def test_intervals_over_seeds() -> None:

@@ -195,8 +195,8 @@ def judged(
     args = span_named("score_topk").arguments(inputs.at(3, 1, "compact"))
     gate_TK, expert_TK = change(*reference(*args.values()))
     save_file({"0": gate_TK.contiguous(), "1": expert_TK.contiguous()}, tmp_path / "out")
-    subject = ImplementationRef(name="eager")
-    return Judge(span_named("score_topk"), inputs).judge(tmp_path / "out", 3, 1, subject)
+    implementation = ImplementationRef(name="eager")
+    return Judge(span_named("score_topk"), inputs).judge(tmp_path / "out", 3, 1, implementation)
 
 
 @pytest.mark.parametrize(

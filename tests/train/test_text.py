@@ -11,10 +11,11 @@ import torch
 from moe_routing_bench.train.ngram import trigram_loss
 from moe_routing_bench.train.text import (
     CLASSES,
-    LAST_NOVEL,
+    OTHER_FORMAT,
     Corpus,
     Source,
     character_class,
+    python_library,
     read_corpus,
     read_texts,
     synthetic,
@@ -41,23 +42,40 @@ def test_what_is_held_out_is_not_learnt() -> None:
     assert corpus.held_out(0, pieces=99, sequence=20).shape[0] == 4  # as many as there are
 
 
-def test_the_last_novel_is_held_out(tmp_path: Path) -> None:
-    (tmp_path / "gutenberg_novels.txt").write_bytes(b"x" * 400 + LAST_NOVEL + b" by Jane Austen" * 5)
-    for name in ("wikitext2_valid", "wikitext2_test", "tinyshakespeare"):
-        (tmp_path / f"{name}.txt").write_bytes(name.encode() * 20)
-    corpus = read_corpus(tmp_path)
-    assert [one.name for one in corpus.sources] == ["novels", "Wikipedia", "Shakespeare"]
-    assert corpus.sources[0].learnt == b"x" * 400 and corpus.sources[0].held_out.startswith(LAST_NOVEL)
-    assert corpus.sources[1].held_out == b"wikitext2_test" * 20
+def test_the_parts_of_a_file_are_in_order_and_in_one_format(tmp_path: Path) -> None:
+    (tmp_path / "novels.txt").write_bytes(b"x" * 380 + b"y" * 10 + b"z" * 10 + OTHER_FORMAT + b" 1816 ]" * 50)
+    source = read_corpus(str(tmp_path)).sources[0]
+    assert source.learnt == b"x" * 360
+    assert (source.tuning, source.held_out) == (b"x" * 20, b"y" * 10 + b"z" * 10)
+
+
+def test_a_text_of_many_files_has_three_parts_of_whole_files() -> None:
+    source = python_library().sources[0]
+    sizes = [len(source.tuning), len(source.held_out), len(source.learnt)]
+    assert min(sizes) > 100_000 and sizes[2] > 5 * sizes[1]
+
+
+def test_pieces_hold_all_bytes_and_depend_on_the_learnt_text_alone() -> None:
+    text = synthetic(size=20_000)
+    pieces = text.with_vocabulary(300)
+    learnt = b"".join(source.learnt for source in text.sources)
+    assert int(pieces.bytes_V[pieces.learnt_T].sum()) == len(learnt)
+    assert len(pieces.bytes_V) == 300 and len(pieces.learnt_T) < len(learnt) / 1.2
+    other = [Source(name=s.name, learnt=s.learnt, held_out=s.held_out[::-1]) for s in text.sources]
+    assert torch.equal(Corpus.of(other).with_vocabulary(300).learnt_T, pieces.learnt_T)
+    line_end = [n for n in range(256) if CLASSES[int(pieces.character_class(torch.tensor(n)))] == "line end"]
+    assert len(line_end) == 1
 
 
 def test_mistakes_are_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="text file"):
         read_texts([tmp_path / "absent.txt"])
     with pytest.raises(ValueError, match="no folder"):
-        read_corpus(tmp_path / "absent")
+        read_corpus(str(tmp_path / "absent"))
     with pytest.raises(ValueError, match="no text"):
-        read_corpus(tmp_path)
+        read_corpus(str(tmp_path))
+    with pytest.raises(ValueError, match="more than 256"):
+        synthetic(size=4000).with_vocabulary(100)
     short = Corpus.of([Source(name="a", learnt=b"abc", held_out=b"abc")])
     with pytest.raises(ValueError, match="a sequence"):
         short.batch(seed=0, step=0, batch=1, sequence=8)

@@ -21,7 +21,9 @@ from repository import SOURCE
 DECLARED = (
     '    fog: int = _what(0, "How thick the fog is.", flag="--fog", asks=True, compare="row", since=3)\n'
 )
-LAST = '    sequences: int = _what(1, "Sequences in the batch.", compare="row")\n'
+LAST = (
+    '    sequences: int = _what(1, "Sequences in the batch.", flag="--sequences", asks=True, compare="row")\n'
+)
 BENCH = (
     "bench", "combine", "--tokens", "8", "--width", "16", "--experts", "4", "--topk", "2", "--rounds", "8",
     "--dtype", "float32", "--impl", "gather_sum", "--seconds", "20",

@@ -21,13 +21,18 @@ def test_the_suites_have_their_sizes() -> None:
         "seed-pack": 54,
         "seed-grid": 36,
         "seed-routing": 9,
-        "seed-decoder": 6,
+        "seed-moe-block": 6,
+        "seed-dense": 6,
+        "seed-attention": 14,
+        "seed-linear": 24,
+        "seed-rmsnorm": 2,
+        "seed-balance": 20,
         "topk-grid": 27,
         "gpu-quick": 10,
         "cpu-grid": 21,
         "layouts": 2,
         "soft-moe": 2,
-        "regret": 238,
+        "regret": 276,
     }
     assert all(suite.__doc__ and "\n" not in suite.__doc__ for suite in SUITES.values())
     fused = [(c.shape.T, c.shape.D, c.shape.F, c.shape.E, c.shape.K) for c in cases("seed-fused")]
@@ -56,6 +61,21 @@ def test_a_twin_fits_and_says_what_it_is(case) -> None:
         assert twin.case == f"{case.case}~scaled" and twin.scaled_from == case.case
         assert twin.shape.K == case.K and twin.span == case.span and twin.dtype == case.dtype
         assert cases(twin.case) == [twin]
+
+
+def test_attention_gets_fewer_sequences_and_keeps_their_length() -> None:
+    (founding,) = cases("seed-attention/founding-float32")
+    assert founding.query_shape == (16, 32, 1024, 16) and founding.key_shape == (16, 16, 1024, 16)
+    for twin in (scaled(founding), fitted(founding, memory_bytes=20 * 2**30, most_flops=1e10)):
+        assert twin.scaled_from and twin.sequences < 16
+        assert (
+            twin.query_shape[1:] == founding.query_shape[1:] and twin.key_shape[1:] == founding.key_shape[1:]
+        )
+    alone = replace(founding, sequences=1, T=1024)
+    assert fitted(alone, memory_bytes=20 * 2**30, most_flops=1e9).query_shape == (1, 32, 512, 16)
+    for wrong in ({"sequences": 3}, {"heads": 5}, {"kv_heads": 3}, {"window": -1}, {"D": 32 * 15}):
+        with pytest.raises(ValueError):
+            replace(founding, **wrong)
 
 
 def test_models_are_guessed() -> None:

@@ -1,7 +1,8 @@
-"""The harness: cells, workers, rounds, verdicts. Called, it is `bench` of api.py."""
+"""The harness: it checks implementations, times them in rounds and compares the times. Called as a function,
+it is `bench` of api.py."""
 
 import sys
 
-from moe_routing_bench import CallableFolder
+from moe_routing_bench.core.callable_folder import CallableFolder
 
 sys.modules[__name__].__class__ = CallableFolder

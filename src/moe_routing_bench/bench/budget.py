@@ -1,4 +1,4 @@
-"""Budget: one deadline for everything a cell does, from its first trial to the last judged result."""
+"""Budget: the one deadline of a cell, from its first trial to the last judged result."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ class Budget:
         return self.seconds - self.used
 
     def leave(self, seconds: float) -> None:
-        """From now on so many seconds are left."""
+        """Sets the seconds that are left from now on."""
         self.seconds = self.used + seconds
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside takes none of the time: what is built once is not a measurement."""
+        """The time inside this block does not count. It is for what is built once, which is not a
+        measurement."""
         began = time.perf_counter()
         try:
             yield
@@ -44,7 +45,7 @@ class Budget:
 
 
 def command_start() -> float:
-    """When this command began, by time.perf_counter(): imports are part of a user's minute. In a process that
-    has done other things before, such as a notebook, it begins now."""
+    """When this command began, by time.perf_counter(). Imports are part of a user's minute, so they count. In
+    a process that did other things before, such as a notebook, the command begins now."""
     age = time.time() - psutil.Process().create_time()
     return time.perf_counter() - (age if age < LONGEST_IMPORT else 0.0)

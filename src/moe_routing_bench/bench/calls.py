@@ -35,7 +35,8 @@ class Result:
 
 
 def value_of(out: Any) -> Tensor:
-    """The tensor that has a gradient: topk and score_topk return values and ids."""
+    """Returns the tensor that has a gradient. topk and score_topk return values and ids, and only values have
+    one."""
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -47,8 +48,8 @@ class Caller:
         self._shape: torch.Size | None = None
 
     def ready(self, call: Call, args: Mapping[str, Any], only: Wanted | None = None) -> Callable[[], Any]:
-        """The function to time; `result` reads what it returns. All preparation happens here. only: which
-        gradients are wanted; None: all."""
+        """Returns the function to time; `result` reads what it returns. All preparation happens here. `only`
+        says which gradients are wanted, and None means all."""
         if self.direction == "forward":
             return self.ready_with(args, None)
         if self._shape is None:
@@ -59,7 +60,7 @@ class Caller:
     def ready_with(
         self, args: Mapping[str, Any], d_out: Tensor | None, only: Wanted | None = None
     ) -> Callable[[], Any]:
-        """The same with a given upstream gradient."""
+        """Like `ready`, with a given upstream gradient."""
         run = partial(self.computation.run, *args.values())
         if d_out is None:
             return run
@@ -77,7 +78,7 @@ class Caller:
         return Result(out=out, gradients=dict(zip(self.leaves(args, only), gradients, strict=True)))
 
     def leaves(self, args: Mapping[str, Any], only: Wanted | None = None) -> dict[str, Tensor]:
-        """Tensors that require gradients, by name; those that are wanted."""
+        """Returns the wanted tensors that require gradients, by name."""
         wanting: dict[str, Tensor] = {}
         for name, value in args.items():
             if isinstance(value, ExpertWeights):
@@ -120,7 +121,7 @@ def tensors_by_name(result: Result) -> dict[str, Tensor]:
 
 
 def result_from(tensors: Mapping[str, Tensor], expected: Result) -> Result:
-    """The result from a file's tensors, of the same type as the expected one; ValueError if it is not."""
+    """Rebuilds the result from a file's tensors. ValueError if its type is not the expected one."""
     plain = {name: tensor for name, tensor in tensors.items() if not name.startswith(GRADIENT)}
     gradients = {name: tensors.get(GRADIENT + name) for name in expected.gradients}
     if isinstance(expected.out, RoutingPlan):
@@ -140,7 +141,7 @@ def result_from(tensors: Mapping[str, Tensor], expected: Result) -> Result:
 
 
 def wrong_type(out: Any) -> str:
-    """What is wrong with the type of a result, in words; empty if nothing is."""
+    """Says what is wrong with the type of a result; empty if nothing is."""
     if type(out) not in (Tensor, tuple, RoutingPlan):
         return f"returned {type(out).__name__} instead of a plain Tensor"
     inside = list(out) if isinstance(out, tuple) else list(tensors_in(out))

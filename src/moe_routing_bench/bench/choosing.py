@@ -1,4 +1,4 @@
-"""From what was asked for to experiments: which cases, which implementations, how to measure.
+"""Turns what the user asked for into experiments: which cases, which implementations, how to measure.
 
 What can be asked for is declared here, in three groups of fields: a function has them as arguments, a command
 as options.
@@ -29,15 +29,23 @@ from moe_routing_bench.bench.spans.span import (
 )
 from moe_routing_bench.core.names import ArgumentError, split_words
 from moe_routing_bench.core.plan import Layout
+from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.formats.named import INT8_ROWS
 from moe_routing_bench.models.checkpoint import read_layer
 from moe_routing_bench.ops.auto import invariant_names
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.workloads.axes import Axis, Group, axes_of, defaults_of, explained
-from moe_routing_bench.workloads.cases import cases, fitted, model_cases, stored_as
-from moe_routing_bench.workloads.experiment import DIRECTIONS, VIEWS, WORKLOAD, Experiment, ImplementationRef
-from moe_routing_bench.workloads.regret_cases import CONTENDERS
+from moe_routing_bench.workloads.cases import cases, fitted, model_cases
+from moe_routing_bench.workloads.experiment import (
+    ATTENTION,
+    DIRECTIONS,
+    VIEWS,
+    WORKLOAD,
+    Experiment,
+    ImplementationRef,
+)
+from moe_routing_bench.workloads.regret_cases import IMPLEMENTATIONS
 from moe_routing_bench.workloads.workload import check_name
 
 SECONDS = 60.0
@@ -48,7 +56,8 @@ Words = list[str] | None  # each may hold several, split at commas
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """What the command line shows of a field. names: of the option, if not the field's with dashes."""
+    """What the command line shows of a field. `names` are the option's names, if they are not the field's
+    name with dashes."""
 
     help: str
     names: tuple[str, ...] = ()
@@ -149,12 +158,12 @@ class MeasureOptions:
         return self.axes.get("max_seconds")
 
     def seconds_for(self, experiments: Sequence[Experiment]) -> float:
-        """Of a command that measures these together."""
+        """The time limit of a command that measures these cases together."""
         return max(SECONDS, SECONDS / 3 * len(experiments)) if self.seconds is None else self.seconds
 
     def settled(self, suite: str = "", *, adapt: bool = False) -> dict[str, Any]:
-        """All axes that say how, by name. adapt: by default use only the cores that are idle now. A sweep
-        does not: it must find its cells again when it is resumed."""
+        """All axes that say how to measure, by name. With `adapt`, the default uses only cores that are idle
+        now. A sweep does not adapt, because it must find the same cells when it is resumed."""
         device = self.device or ("cuda" if suite.partition("/")[0] in ON_A_GPU else "cpu")
         given = {**defaults_of(Experiment, "how"), **self.axes}
         return given | {
@@ -175,7 +184,8 @@ def chosen_threads(threads: int | None, adapt: bool) -> int:
 
 
 def parameters_of(group: Any) -> Iterator[inspect.Parameter]:
-    """The fields of a group as parameters of a function: its own, and the axes that have an option."""
+    """The fields of a group as parameters of a function: the group's own, and the axes that have an
+    option."""
     hints = get_type_hints(group, include_extras=True)
     for one in fields(group):
         if (among := one.metadata.get("axes")) is None:
@@ -196,7 +206,7 @@ def parameters_of(group: Any) -> Iterator[inspect.Parameter]:
 
 
 def group_of(group: Any, given: dict[str, Any]) -> Any:
-    """A group made of options by name, which are taken out of `given`; those that are absent or None have
+    """Makes a group from options by name and takes them out of `given`. Options that are absent or None get
     their default."""
     values: dict[str, Any] = {}
     for one in fields(group):
@@ -234,9 +244,9 @@ NOT_QUICK = re.compile(r"native|hf_|one_hot|dense_all_experts|eager_loop")
 def chosen_cases(
     span: Span, sizes: SizeOptions, what: WhatOptions, tokens: Sequence[int] = MODEL_TOKENS
 ) -> list[Experiment]:
-    """The cases that a model, a name, a checkpoint or sizes stand for, in every direction. Those that this
-    machine cannot hold are replaced by smaller ones, except with --full. tokens: T of a model or checkpoint
-    if nobody says it."""
+    """Returns the cases that a model, a name, a checkpoint or sizes stand for, in every direction. A case
+    that this machine cannot hold is replaced by a smaller one, except with --full. `tokens` is the default T
+    of a model or checkpoint."""
     given = sizes.lists()
     if sizes.model and sizes.case:
         raise ArgumentError("give either {model} or {case}, not both", "model", "case")
@@ -249,7 +259,7 @@ def chosen_cases(
     elif sizes.case:
         chosen = cases(sizes.case)
     elif sizes.model:
-        chosen = _of_model(sizes.model, given, tokens)
+        chosen = _of_model(span, sizes.model, given, tokens)
     elif span.case and not given:
         chosen = cases(span.case)
     else:
@@ -268,7 +278,8 @@ def chosen_cases(
 
 
 def _refuse_too_big(chosen: Sequence[Experiment]) -> None:
-    """The judge and a worker each hold the weights, beside a few copies of the rows."""
+    """ValueError if a case does not fit in memory. The judge and a worker each hold the weights, and a few
+    copies of the rows."""
     room = psutil.virtual_memory().available
     for case in chosen:
         if (needed := 2 * case.held_bytes + 4 * case.activation_bytes) > room:
@@ -284,10 +295,15 @@ def in_directions(chosen: Sequence[Experiment], what: WhatOptions) -> list[Exper
 
 
 def _with_axes(case: Experiment, sizes: SizeOptions) -> Experiment:
-    """The case with what was given; a format of weights is part of its name."""
+    """Returns the case with the values that were given. A format of weights becomes part of its name."""
     given = dict(sizes.axes)
     store = given.pop("store", None)
     return stored_as(replace(case, **given), store)
+
+
+def stored_as(case: Experiment, store: str | None) -> Experiment:
+    """The case with its weights in a format, which its name then says; the case itself without one."""
+    return replace(case, case=f"{case.case}-{store}", store=store) if store else case
 
 
 def _own(shape: dict[str, int]) -> Experiment:
@@ -295,11 +311,15 @@ def _own(shape: dict[str, int]) -> Experiment:
     return Experiment(case=f"own/{s.T}x{s.D}x{s.F}-e{s.E}-k{s.K}", span="", **vars(s))
 
 
-def _of_model(name: str, given: dict[str, list[int]], tokens: Sequence[int]) -> list[Experiment]:
+def _of_model(span: Span, name: str, given: dict[str, list[int]], tokens: Sequence[int]) -> list[Experiment]:
     tokens = given.pop("T", tokens)
     if given:
         raise ArgumentError(f"{{model}} {name} fixes all sizes but {{tokens}}", "model", "tokens")
-    return model_cases(name, tokens)
+    chosen = model_cases(name, tokens)
+    if span.name != ATTENTION:
+        return chosen
+    a = MODELS[name].attention
+    return [replace(one, D=a.heads * a.head_dim, heads=a.heads, kv_heads=a.kv_heads) for one in chosen]
 
 
 def _of_checkpoint(span: Span, sizes: SizeOptions, tokens: Sequence[int]) -> list[Experiment]:
@@ -333,13 +353,13 @@ def _of_checkpoint(span: Span, sizes: SizeOptions, tokens: Sequence[int]) -> lis
 
 
 def fitted_once(chosen: Sequence[Experiment]) -> list[Experiment]:
-    """The cases, or smaller ones if they are too big for this machine; of those that differ only by name, the
-    first."""
+    """Returns the cases, or smaller ones where a case is too big for this machine. If several differ only by
+    name, the first one stays."""
     kept: dict[Experiment, Experiment] = {}
     room = psutil.virtual_memory().available
     for case in chosen:
         twin = fitted(case, memory_bytes=room)
-        nameless = replace(twin, case="", scaled_from="", sequences=1)
+        nameless = replace(twin, case="", scaled_from="", sequences=twin.sequences if twin.heads else 1)
         kept.setdefault(nameless if twin.scaled_from else twin, twin)
     return list(kept.values())
 
@@ -354,21 +374,21 @@ def check_device(device: str) -> None:
 
 
 def chosen_implementations(span: Span, case: Experiment, what: WhatOptions) -> tuple[ImplementationRef, ...]:
-    """The implementations of --impl (`name` or `name @ layout`; none given: all), in every layout, router and
-    kind of layer. The layout `case` is the case's own."""
+    """Returns the implementations of --impl (`name` or `name @ layout`), or all of them, in every layout,
+    router and kind of layer. The layout `case` is the case's own."""
     words = split_all(what.layout) or ["case"]
     rules = [str(Layout.parse(case.layout if word == "case" else word)) for word in words]
     routers, layers = split_all(what.router) or [""], split_all(what.layer_kind) or [""]
-    named = split_all(what.impl) or _default_specs(span, case, several=len(routers) * len(layers) > 1)
-    named = [spec for word in named for spec in (span.specs() if word == "all" else [word])]
+    named = split_all(what.impl) or _default_names(span, case, several=len(routers) * len(layers) > 1)
+    named = [name for word in named for name in (span.all_names() if word == "all" else [word])]
     if what.only is not None:
         named = _only(what.only, span, named if what.impl else [])
     implementations = []
     for text, router, layer in product(named, routers, layers):
-        spec, at, layout = (part.strip() for part in text.partition("@"))
+        name, at, layout = (part.strip() for part in text.partition("@"))
         own = [str(Layout.parse(case.layout if layout == "case" else layout))] if at else rules
         for rule in own:
-            implementation = ImplementationRef.read(spec, layout=rule, router=router, layer=layer)
+            implementation = ImplementationRef.read(name, layout=rule, router=router, layer=layer)
             settled = span.settled(implementation, case)
             implementations.append(replace(settled, frozen=settled.frozen and span.has_frozen(settled, case)))
     for implementation in implementations:
@@ -380,71 +400,74 @@ def chosen_implementations(span: Span, case: Experiment, what: WhatOptions) -> t
 
 
 def _only(flag: str, span: Span, named: list[str]) -> list[str]:
-    """The specs that promise it, after "auto", the baseline: what they cost beside it."""
+    """Returns "auto" as the baseline, then the implementations that keep the promise, to show what the
+    promise costs."""
     if flag != BATCH_INVARIANT:
         raise ArgumentError(f"{{only}} takes {BATCH_INVARIANT}, not {flag!r}", "only")
     promising = []
-    for spec in named or [one for op in span.ops for one in invariant_names(all_ops()[op])]:
+    for name in named or [one for op in span.ops for one in invariant_names(all_ops()[op])]:
         try:
-            parts = span.parts(spec)
+            parts = span.parts(name)
         except NotImplementedError:
             continue
         if parts and all(part.batch_invariant for part in parts) and not any(part.stored for part in parts):
-            promising.append(spec)
+            promising.append(name)
     if not promising:
         raise ValueError(f"nothing of {span.name} that was named is batch-invariant; see `mrb list`")
     return ["auto", *promising]
 
 
 def _meaning(span: Span, implementation: ImplementationRef) -> ImplementationRef:
-    """Two with the same meaning are one, such as "auto" and what it picks."""
+    """Two implementations with the same meaning are one, such as "auto" and what it picks."""
     if not all(map(is_ours, span.origins(implementation.name))):
         return implementation  # code from outside is not loaded here
     try:
-        labels = "+".join(part.label for part in span.parts(implementation.name))
+        return replace(implementation, name=span.label(implementation.name))
     except NotImplementedError:
         return implementation
-    return replace(implementation, name=labels or implementation.name)
 
 
-def _default_specs(span: Span, case: Experiment, *, several: bool) -> list[str]:
+def _default_names(span: Span, case: Experiment, *, several: bool) -> list[str]:
     if several:  # routers or kinds of layer are compared, not implementations
         return ["auto"]
     if case.store:
-        return _stored_specs(span, case)
+        return _stored_names(span, case)
     if _suite(case.case) == REGRET:
-        return list(CONTENDERS[span.name])
+        return list(IMPLEMENTATIONS[span.name])
     quick = _suite(case.case) in ON_A_GPU
     if not quick:
         return span.usual()
-    return [spec for spec in span.specs() if not NOT_QUICK.search(spec)]
+    return [name for name in span.all_names() if not NOT_QUICK.search(name)]
 
 
-def _stored_specs(span: Span, case: Experiment) -> list[str]:
-    """The weights in the case's dtype, then as they are stored, the fastest first; what else runs here."""
+def _stored_names(span: Span, case: Experiment) -> list[str]:
+    """Returns the implementations of a stored case: weights in the case's dtype first, then stored weights,
+    fastest first, then other libraries that run here."""
     stored = f"native(store={case.store})"
     source = stand_ins(ImplementationRef(name=stored, layout=case.layout), case)
     asked = all_ops()[span.name].arguments(source).values()
-    specs = ["native"]
+    names = ["native"]
     rows = f"(store={case.store}{INT8_ROWS})"
-    for spec in (f"native{rows}", stored, f"llama_cpp{rows}", "vllm_cpu"):
+    for name in (f"native{rows}", stored, f"llama_cpp{rows}", "vllm_cpu"):
         try:
-            specs += [spec] if spec == stored or span.parts(spec)[0].why_not(*asked) is None else []
+            names += [name] if name == stored or span.parts(name)[0].why_not(*asked) is None else []
         except NotImplementedError:  # a library is absent
             continue
-    return specs
+    return names
 
 
 def made_experiments(
     chosen: Sequence[Experiment], what: WhatOptions, how: Mapping[str, Any], *, own_threads: bool = False
 ) -> list[Experiment]:
-    """Every case under every workload. own_threads: as many threads as a case of the suite regret says."""
+    """Makes an experiment of every case under every workload. With `own_threads`, a case of the suite regret
+    decides its number of threads."""
     made = []
     for case in chosen:
         span, given = span_named(case.span), dict(how)
         if own_threads and _suite(case.case) == REGRET:
             given["threads"] = min(case.threads, core_count())
         given["implementations"] = chosen_implementations(span, case, what)
+        given["stages"] |= span.in_stages
         given["include"] = tuple(str(folder.resolve()) for folder in what.include_path or ())
         for workload, W in product(_workloads(case, what), _ranks(what)):
             made.append(replace(case, workload=workload, seed=what.seed, W=W, **given))
@@ -453,7 +476,7 @@ def made_experiments(
 
 
 def on_shared_threads(experiments: Sequence[Experiment]) -> list[Experiment]:
-    """Without --threads, which are those of a rank, all ranks share the machine's."""
+    """Without --threads, which counts the threads of one rank, all ranks share the machine's threads."""
     return [
         replace(experiment, threads=max(1, experiment.threads // experiment.W))
         if span_named(experiment.span).grouped

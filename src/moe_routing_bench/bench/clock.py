@@ -20,9 +20,6 @@ Call = Callable[[], object]
 # bound at import, so that a measured implementation cannot change it by patching the time module
 _now_ns = time.perf_counter_ns
 
-MIN_SAMPLE_SECONDS = 1e-3  # ten thousand times the timer's step of about 100 ns
-MAX_CALLS = 10_000
-
 
 class Clock(Protocol):
     """view names what the seconds mean; span runs the calls in order and returns their total seconds."""
@@ -136,22 +133,6 @@ class ProfilerClock:
     def _is_work(self, event: Any) -> bool:
         # user annotations are device events too, but they also cover the gaps around kernels
         return event.device_type == self.profiler.DeviceType.CUDA and not event.is_user_annotation
-
-
-def calls_per_sample(
-    clock: Clock, make_calls: Callable[[int], Sequence[Call]], least_seconds: float = MIN_SAMPLE_SECONDS
-) -> int:
-    """The fewest calls, doubling from one, whose span lasts least_seconds; at most MOST_CALLS.
-
-    make_calls(n) gives n calls, each on its own inputs and run once. Best of two spans, so that a single
-    interruption does not pass for a slow call.
-    """
-    calls = 1
-    while calls < MAX_CALLS:
-        if min(clock.span(make_calls(calls)) for _ in range(2)) >= least_seconds:
-            return calls
-        calls = min(2 * calls, MAX_CALLS)
-    return calls
 
 
 class CacheFlusher:

@@ -1,4 +1,4 @@
-"""Which source measured: the commit of the checkout this package is read from."""
+"""Says which source code measured: the commit of the checkout that this package is read from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def source_version(package: Path = PACKAGE) -> dict[str, object]:
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    """What git says; None if it is absent, refuses or takes too long. It writes nothing and runs no hook."""
+    """Returns git's answer, or None if git is absent, refuses or takes too long. The call writes nothing and
+    runs no hook."""
     # inside a hook of another repository GIT_DIR would lead there
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), *words]

@@ -1,4 +1,4 @@
-"""Compiles our own C++ before anything is tried, and says so, so that no trial pays for it."""
+"""Compiles our own C++ before the first trial and reports it, so that no trial pays for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ SECONDS_PER_BYTE = 1.2e-4  # of sources: 17 s for expert_ffn.native
 
 
 def compile_first(experiments: Sequence[Experiment], say: Callable[[str], None]) -> None:
-    """A file that does not compile is not an error here: the trial of its subject says why."""
+    """Compiles all C++ that these experiments need. A file that does not compile is no error here: the trial
+    of its implementation reports it."""
     for folder in dict.fromkeys(folder for experiment in experiments for folder in experiment.include):
         include_folder(folder)  # only registers names
     here = [experiment for experiment in experiments if experiment.device == "cpu"]
@@ -54,8 +55,8 @@ def _needed(experiment: Experiment) -> Iterator[tuple[Path, str | None]]:
 
 
 def _sources(part: Implementation) -> Iterator[tuple[Path, str | None]]:
-    """An implementation in C++ lies beside its source: native.py and native.cpp. It may hand gradients, which
-    the kit asks for, to those of its name in the operations before it."""
+    """The C++ file of an implementation lies beside it: native.py and native.cpp. The kit asks for gradients,
+    which may run the implementations of the same name in the operations before it."""
     ops = all_ops()
     own = ops[part.op]
     for op in (own, *(op for op in ops.values() if op.stage < own.stage)):

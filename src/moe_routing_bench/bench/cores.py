@@ -1,4 +1,4 @@
-"""Cores: how many there are to measure on, and which are quiet now."""
+"""Counts the cores to measure on and finds those that are idle now."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ LOOK_SECONDS = 0.2
 
 
 def core_count() -> int:
-    """Physical cores this process may use: a second thread on a core shares its units with the first."""
+    """Returns the number of physical cores this process may use. Two threads on one core share its units."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
 
 
 def idle_count() -> int:
-    """How many of them others leave alone now, at least one. If one thread is on a busy core, all wait for it
-    at the end of every loop: calls become up to fifty times slower."""
+    """Returns how many cores are idle now, at least 1. If one thread runs on a busy core, all threads wait
+    for it at the end of every loop, and calls become up to fifty times slower."""
     busy = sum(share > BUSY for share in psutil.cpu_percent(LOOK_SECONDS, percpu=True))
     return max(1, core_count() - busy)
 
 
 def quiet_cores(threads: int) -> tuple[int, ...]:
-    """The least busy cores, one for each thread; empty if the system cannot pin."""
+    """Returns the least busy cores, one for each thread; empty if the system cannot pin threads to cores."""
     if not hasattr(os, "sched_getaffinity"):
         return ()
     allowed = os.sched_getaffinity(0)
@@ -39,6 +39,6 @@ def quiet_cores(threads: int) -> tuple[int, ...]:
 
 @contextmanager
 def judging_threads() -> Iterator[None]:
-    """For the oracle in this process: no more threads than there are idle cores."""
+    """Lets the oracle in this process use no more threads than there are idle cores."""
     with torch_threads(min(torch.get_num_threads(), idle_count())):
         yield

@@ -1,4 +1,5 @@
-"""What a format keeps of drawn weights: what is right in a case whose weights are stored in it."""
+"""Reference weights for cases with stored weights: the stored weights decoded to float64, one expert at a
+time."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class Kept:
         return E, K, N
 
     def unbind(self, dim: int) -> list[Kept]:
-        """Its experts, one in each."""
+        """Returns the experts, one matrix each."""
         assert dim == 0
         d, ones = self.decoded, [slice(e, e + 1) for e in range(self.shape[0])]
         offsets = [None if d.offset_ENg is None else d.offset_ENg[e] for e in ones]
@@ -37,11 +38,11 @@ class Kept:
         ]
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """One expert, depth x columns; exact in float64."""
+        """Decodes one expert, depth x columns. The values are exact in float64."""
         (w_KN,) = self.decoded.weights(dtype)
         return w_KN
 
 
 def kept_of(stored: QuantisedExperts) -> dict[str, Kept]:
-    """Both matrices, by name."""
+    """Returns both matrices by name."""
     return {"w_in_EDG": Kept(stored.w_in.decoded()), "w_out_EFD": Kept(stored.w_out.decoded())}

@@ -1,4 +1,5 @@
-"""Where a worker computes: the CPU, a GPU, or a stand-in that tests the GPU's code path without one.
+"""Where a worker computes: on the CPU, on a GPU, or on a stand-in that tests the GPU's code path without a
+GPU.
 
 `pretend` takes all steps of a GPU run (inputs placed, events recorded, no CPU roofs), but on the CPU. Its
 times say nothing about a GPU.
@@ -28,7 +29,8 @@ def clock_for(device: str, view: str) -> Clock:
 
 
 def placed(value: Any, where: str) -> Any:
-    """The value with all its tensors on a torch device; the same object if they are there already."""
+    """Moves all tensors of a value to a torch device. If they are there already, it returns the same
+    object."""
     if isinstance(value, Tensor):
         return value.to(where)
     if isinstance(value, tuple):

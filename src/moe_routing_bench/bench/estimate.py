@@ -1,7 +1,7 @@
-"""About how long a cell will take on this machine as it is now, before anything of it has run.
+"""Estimates how long a cell will take on this machine, before anything of it runs.
 
 A short probe says how fast the machine multiplies and copies, and how much times scatter at least: that
-decides how many rounds the precision takes. Subjects are taken to be half as fast as the probe.
+decides how many rounds the precision takes. Implementations are taken to be half as fast as the probe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_routing_bench.core.machine import torch_threads
 from moe_routing_bench.workloads.experiment import LONG_CALL, Experiment
 
 START_SECONDS = 1.0  # a cell: workers, hashes of the code, results on disk
-TRIAL_SECONDS = 0.4  # a subject: its kit, its files
+TRIAL_SECONDS = 0.4  # an implementation: its kit, its files
 GPU_TRIAL_SECONDS = 6.0  # a guess: starting CUDA and compiling a kernel; nobody has measured it
 TRIAL_CALLS, LONG_TRIAL_CALLS, SHARE_OF_PEAK = 9, 4, 0.5
 MIN_SAMPLE = 1e-3
@@ -42,7 +42,7 @@ class Speed:
 
 
 def estimate(experiment: Experiment) -> float:
-    subjects = len(experiment.implementations)
+    implementations = len(experiment.implementations)
     speed = probe(experiment.threads, experiment.dtype)
     work = {"forward": 1, "backward": 3, "train": 3}[experiment.direction]
     moved = experiment.held_bytes + 6 * experiment.activation_bytes
@@ -51,14 +51,14 @@ def estimate(experiment: Experiment) -> float:
     judged = (2 + experiment.checked) * len({one.question for one in experiment.implementations}) * oracle
     if experiment.device != "cpu":
         # the oracle is computed on the CPU, for the gate and for every timed result that is judged
-        return GPU_TRIAL_SECONDS * subjects + judged + experiment.max_seconds
+        return GPU_TRIAL_SECONDS * implementations + judged + experiment.max_seconds
     long = call >= LONG_CALL
-    trials = subjects * (TRIAL_SECONDS + (LONG_TRIAL_CALLS if long else TRIAL_CALLS) * call)
+    trials = implementations * (TRIAL_SECONDS + (LONG_TRIAL_CALLS if long else TRIAL_CALLS) * call)
     calls = 1 if long else 1 + max(1.0, MIN_SAMPLE / 2 / call)
-    one_round = (subjects + 1) * (calls * call + SAMPLE_OVERHEAD)
+    one_round = (implementations + 1) * (calls * call + SAMPLE_OVERHEAD)
     wanted = (HALF_INTERVAL * max(speed.jitter, USUAL_SCATTER) / experiment.target) ** 2
     rounds = min(max(wanted, experiment.min_rounds), experiment.max_rounds) * one_round
-    least = fewest_rounds(subjects) * one_round
+    least = fewest_rounds(implementations) * one_round
     before = START_SECONDS + trials + judged
     return before + experiment.processes * max(
         least, min(rounds, (experiment.max_seconds - before) / experiment.processes)
@@ -66,8 +66,9 @@ def estimate(experiment: Experiment) -> float:
 
 
 def share_of_rounds(experiments: Sequence[Experiment]) -> float:
-    """Of the time for these cells, the part for the rounds of the first, which has been tried. On a nominal
-    machine, 10^11 operations and 10^10 bytes a second: a probe would cost a second of what is shared."""
+    """Returns how much of the time for these cells goes to the rounds of the first one, whose trials are
+    done. It assumes a machine with 10^11 operations and 10^10 bytes a second, because a probe would cost a
+    second of the time to share."""
     rounds = [fewest_rounds(len(one.implementations)) * _round_seconds(one) for one in experiments]
     trials = [TRIAL_SECONDS * len(one.implementations) + 3 * _round_seconds(one) for one in experiments[1:]]
     return rounds[0] / (sum(rounds) + sum(trials))
@@ -87,8 +88,8 @@ def _round_seconds(experiment: Experiment) -> float:
 
 @cache
 def probe(threads: int, dtype: str) -> Speed:
-    """Takes about half a second; beside another busy process, where threads wait for each other, a few,
-    and at worst eight slow calls."""
+    """Measures the machine's speed in about half a second. Beside another busy process it takes a few
+    seconds, at worst eight slow calls."""
     with torch_threads(threads):
         a = torch.randn(256, 2048).to(DTYPES[dtype])
         b = torch.randn(2048, 1024).to(DTYPES[dtype])
@@ -107,7 +108,7 @@ def probe(threads: int, dtype: str) -> Speed:
 
 
 def _times(call: Callable[[], object], most: int) -> list[float]:
-    """Seconds of so many calls, or of as many as PROBE_SECONDS allow, four at least."""
+    """Returns the seconds of `most` calls, or of as many as PROBE_SECONDS allow, at least four."""
     times: list[float] = []
     while len(times) < 4 or (len(times) < most and sum(times) < PROBE_SECONDS):
         began = time.perf_counter()

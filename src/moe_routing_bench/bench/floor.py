@@ -1,9 +1,9 @@
-"""The floor and the roof: the least time of a call by the machine's roofs, once so low that nothing honest is
-below it, and once as well as we know it, for people to read.
+"""The roofline limits of a call. The floor is so low that no honest time is below it. The roof is the best
+estimate of the least time, for people to read.
 
 Code from outside that is faster than the machine is SUSPECT. Our own code has a clock we trust, so if it is
-faster, the roofs are too low: that is a note, the other subjects of the cell are held to a floor as much
-lower, and the roof is raised for later.
+faster, the roofs are too low: that is a note, the other implementations of the cell are held to a floor as
+much lower, and the roof is raised for later.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ TOLERANCE = 1.05
 # our own code may beat torch's matmul, with which roofs are measured, but not by this much: then the work is
 # counted wrongly, and no roof may be raised by that
 MAX_RAISED = 1.5
-Name = TypeVar("Name", bound=Hashable)  # of a subject
+Name = TypeVar("Name", bound=Hashable)  # of an implementation
 
 
 def floor_seconds(experiment: Experiment, cost: Cost, roofs: Roofs | None) -> float | None:
-    """The time below which nothing honest can be, under the cell's cache policy. None if the roofs are not
+    """Returns the time that no honest call can beat, under the cell's cache policy. None if the roofs are not
     known: only the CPU's are measured, and those of a busy machine do not count.
 
     With hot caches, only bytes beyond what the caches can hold count. For stored weights nothing but bytes
@@ -50,11 +50,11 @@ def floor_seconds(experiment: Experiment, cost: Cost, roofs: Roofs | None) -> fl
 
 
 def roof_seconds(
-    experiment: Experiment, subject: ImplementationRef, cost: Cost, roofs: Roofs | None
+    experiment: Experiment, implementation: ImplementationRef, cost: Cost, roofs: Roofs | None
 ) -> float | None:
-    """The best estimate of the least time; people see what share of a time it is. Bytes at the bandwidth of
-    the working set under the cell's cache policy, or operations at the peak of the unit that this dtype
-    really uses here. None if the roofs are not known; by those of a busy machine it must be marked.
+    """Returns the best estimate of the least time; tables show what share of a measured time it is. It uses
+    the bandwidth of the working set under the cell's cache policy, or the peak rate of the unit that this
+    dtype uses here. None if the roofs are not known. A value from the roofs of a busy machine must be marked.
 
     A call that touches 100 MB at 13 GB/s and has 1 GFLOP at 160 GFLOP/s: 7.7 ms.
     """
@@ -67,7 +67,7 @@ def roof_seconds(
         moved = max(moved, cost.bytes / roofs.bandwidth(cost.working_set, threads))
     elif cost.working_set > 2 * last_level_cache_bytes():  # torch measured memory alone
         moved = max(moved, cost.bytes / far)
-    peak = roofs.gemm_flops.get(_multiplied(experiment, subject), {}).get(threads, math.inf)
+    peak = roofs.gemm_flops.get(_multiplied(experiment, implementation), {}).get(threads, math.inf)
     return max(moved, cost.useful_flops / peak) or None
 
 
@@ -76,19 +76,19 @@ def _known(experiment: Experiment, roofs: Roofs) -> bool:
     return experiment.device == "cpu" and threads in roofs.gemm_flops.get(dtype, {})
 
 
-def _multiplied(experiment: Experiment, subject: ImplementationRef) -> str:
-    """What is multiplied: numbers of the case's dtype; with stored weights integers, if rows are rounded too.
-    What code from outside does with stored weights nobody knows, so integers: the higher roof."""
+def _multiplied(experiment: Experiment, implementation: ImplementationRef) -> str:
+    """Returns the dtype that is multiplied: the case's, or integers if weights are stored and rows are
+    rounded too. For code from outside with stored weights it assumes integers, which have the higher roof."""
     if not experiment.store:
         return experiment.dtype
-    ours = all(map(is_ours, span_named(experiment.span).origins(subject.name)))
-    return experiment.dtype if ours and not subject.int8_rows else "int8"
+    ours = all(map(is_ours, span_named(experiment.span).origins(implementation.name)))
+    return experiment.dtype if ours and not implementation.int8_rows else "int8"
 
 
 def too_fast(
     times: Mapping[Name, float], floors: Mapping[Name, float | None], outside: Collection[Name]
 ) -> dict[Name, str]:
-    """The subjects from outside that are faster than the machine, and that in words."""
+    """Returns the implementations from outside that are faster than the machine, each with the reason."""
     beaten = {index: (floors[index] or 0.0) / seconds for index, seconds in times.items()}
     too_low = max([1.0, *(beaten[index] for index in times if index not in outside)])
     return {
@@ -101,7 +101,7 @@ def too_fast(
 
 
 def beaten_roofs(timed: Mapping[str, tuple[float, float | None]]) -> list[str]:
-    """A note if something is above its roof. timed: seconds and least seconds by name."""
+    """Returns a note if a time is above its roof. `timed` holds seconds and least seconds by name."""
     shares = {name: (floor or 0.0) / seconds for name, (seconds, floor) in timed.items()}
     names = [f"{name} ({100 * share:.0f} %)" for name, share in shares.items() if share > TOLERANCE]
     if not names:
@@ -110,7 +110,7 @@ def beaten_roofs(timed: Mapping[str, tuple[float, float | None]]) -> list[str]:
 
 
 def raise_stored(outcome: CellOutcome) -> None:
-    """Keep arithmetic as fast as our own code has just shown it to be as this machine's roof.
+    """Raises this machine's stored roof of arithmetic to the rate that our own code has just shown.
 
     Bytes raise nothing: some may have come from the caches. Nor do weights kept in fewer bits.
     """
@@ -125,9 +125,9 @@ def raise_stored(outcome: CellOutcome) -> None:
     roof = roofs.gemm_flops[dtype][threads]
     rates = [
         outcome.rates(one).flops_per_second or 0.0
-        for one in outcome.subjects
-        if all(map(is_ours, span_named(experiment.span).origins(one.subject.name)))
-        and "store=" not in one.subject.name
+        for one in outcome.implementations
+        if all(map(is_ours, span_named(experiment.span).origins(one.implementation.name)))
+        and "store=" not in one.implementation.name
     ]
     best = max((rate for rate in rates if roof < rate <= MAX_RAISED * roof), default=roof)
     if best > roof:

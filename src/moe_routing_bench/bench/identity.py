@@ -127,7 +127,8 @@ def key_fields(experiment: Experiment, machine: Machine) -> dict[str, Any]:
 
 
 def _workload_name(name: str) -> str:
-    """Without the folder of a recorded trace: its content is in the key, and it may lie anywhere."""
+    """Returns the name without the folder of a recorded trace. The trace's content is in the key, so the file
+    may lie anywhere."""
     file = file_of(name) if name else None
     return name if file is None else with_file(name, file.name)
 
@@ -149,7 +150,7 @@ def versions() -> dict[str, str]:
 
 
 def settings() -> dict[str, str]:
-    """Environment variables that change how torch runs."""
+    """Returns the environment variables that change how torch runs."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -158,8 +159,8 @@ def settings() -> dict[str, str]:
 
 
 def recorded_hash(workload: str, checkpoint: str) -> str:
-    """Hash of a trace's bytes and of the sizes and times of a checkpoint's files: a new recording under the
-    same name is another workload."""
+    """Hashes a trace's bytes, and the sizes and times of a checkpoint's files. A new recording under the same
+    name is another workload."""
     parts = []
     file = file_of(workload) if workload else None
     if file is not None and file.is_file():
@@ -189,8 +190,8 @@ class _Source:
     def of(span: Span, implementation: ImplementationRef, inputs: Inputs) -> _Source:
         resolved = span.resolved(implementation, inputs)
         ops, files = all_ops(), list(span.roots(implementation))
-        for op, spec in [*span.named(implementation.name), *_inside(span, implementation.name), *resolved]:
-            files += [Path(ops[op].file), *ops[op].source_files(base_name(spec))]
+        for op, name in [*span.named(implementation.name), *_inside(span, implementation.name), *resolved]:
+            files += [Path(ops[op].file), *ops[op].source_files(base_name(name))]
         given = {place for path in files for place in (path, path.resolve())}
         folders = [
             folder for folder in included_folders() if any(path.is_relative_to(folder) for path in given)
@@ -199,13 +200,13 @@ class _Source:
         return _Source(resolved, Code.of(files), tuple(folders))
 
     def hash(self, span: Span, implementation: ImplementationRef) -> str:
-        """Of its name, what "auto" picks, the code, packages and folders from outside."""
+        """Hashes its name, what "auto" picks, the code, and the packages and folders from outside."""
         parts = [implementation.title, self.resolved, self.code.hash, _packages(span, implementation)]
         return digest_of([*parts, *map(folder_hash, self.folders)])
 
 
 def folders_of(span: Span, implementation: ImplementationRef, inputs: Inputs) -> tuple[Path, ...]:
-    """The folders from outside that its code lies in; all of their files are in its hash."""
+    """Returns the folders from outside that hold its code. All files in them are in its hash."""
     return _Source.of(span, implementation, inputs).folders
 
 
@@ -214,19 +215,20 @@ def code_of(span: Span, implementation: ImplementationRef, inputs: Inputs) -> Co
     return _Source.of(span, implementation, inputs).code
 
 
-def _inside(span: Span, spec: str) -> list[tuple[str, str]]:
-    """Implementations inside an implementation; none for code from outside, which is not loaded here."""
-    if any(origin != BUILT_IN for origin in span.origins(spec)):
+def _inside(span: Span, name: str) -> list[tuple[str, str]]:
+    """Returns the implementations inside an implementation. Code from outside has none, because it is not
+    loaded here."""
+    if any(origin != BUILT_IN for origin in span.origins(name)):
         return []
     try:
-        parts = span.parts(spec)
+        parts = span.parts(name)
     except NotImplementedError:  # a library is absent: nothing will run
         return []
     return [(option, str(v)) for part in parts for option, v in part.config.items() if option in all_ops()]
 
 
 def _packages(span: Span, implementation: ImplementationRef) -> list[str]:
-    """Versions of the packages that implementations from outside come in."""
+    """Returns the versions of the packages that bring the implementations from outside."""
     origins = span.origins(implementation.name)
     names = [where for source, _, where in (o.partition(" ") for o in origins) if source == "package"]
     return [distribution_version(name) for name in names]

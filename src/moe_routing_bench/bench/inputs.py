@@ -26,6 +26,7 @@ from moe_routing_bench.core.plan import Layout, RoutingPlan
 from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.core.shapes import MoEShape
 from moe_routing_bench.models.checkpoint import CheckpointLayer, read_layer
+from moe_routing_bench.ops.attention.op import Rotary
 from moe_routing_bench.ops.implementation import Implementation, tensors_in
 from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.ops.score_topk.op import PLAIN, ScoreRule
@@ -52,9 +53,11 @@ class Inputs:
         self._workloads: dict[tuple[int, int], Workload] = {}
         self._frozen: dict[Any, ExpertWeights] = {}
         self._plans: dict[tuple[int, str, int], RoutingPlan] = {}
+        self.made: dict[Any, Any] = {}  # what a span makes of them once, by its own key
 
     def take_weights(self, other: Inputs) -> None:
-        """The weights, and all forms made of them, of inputs that differ in tokens and routing alone."""
+        """Takes the weights, and all forms made of them, from inputs that differ only in tokens and
+        routing."""
         if other.weights_key == self.weights_key:
             made = ("checkpoint", "weights", "exact", "drawn", "_stored", "_kept", "shared", "_values")
             self.__dict__ |= {name: other.__dict__[name] for name in made if name in other.__dict__}
@@ -62,13 +65,13 @@ class Inputs:
 
     @property
     def weights_key(self) -> tuple[object, ...]:
-        """Inputs for which it is the same have the same weights."""
+        """Two inputs with the same key have the same weights."""
         others = defaults_of(Experiment, "how") | {"case": "", "T": 1, "W": 1, "workload": "", "layout": ""}
         others |= {"sequences": 1, "scaled_from": "", "implementations": (), "include": ()}
         return replace(self.experiment, **others), self.put
 
     def at(self, number: int, step: int, layout: str, K: int | None = None) -> Call:
-        """What call `number` reads; `step` says which of the routings it uses."""
+        """Returns what call `number` reads; `step` selects the routing."""
         return Call(self, number, step, layout, K or self.experiment.K)
 
     def workload(self, step: int, K: int | None = None) -> Workload:
@@ -83,7 +86,8 @@ class Inputs:
         return self._workloads[step, K]
 
     def _by_own_router(self, step: int) -> Workload:
-        """What the checkpoint's router chooses for random tokens, scaled about like an RMSNorm's output."""
+        """Returns what the checkpoint's router chooses for random tokens, which are scaled like an RMSNorm's
+        output."""
         assert self.checkpoint is not None
         s = self.experiment.shape
         x_TD = self.normal(s.T, s.D, place=step * STRIDE, dtype=torch.float32)
@@ -102,13 +106,14 @@ class Inputs:
 
     @cached_property
     def checkpoint(self) -> CheckpointLayer | None:
-        """The layer of a saved model whose weights are used."""
+        """The layer of a saved model that gives the weights."""
         one = self.experiment
         return read_layer(one.checkpoint, one.checkpoint_layer) if one.checkpoint else None
 
     @cached_property
     def weights(self) -> ExpertWeights:
-        """What calls read. In a stored case: what its format keeps of the drawn ones, in the case's dtype."""
+        """The weights passed to each call. In a stored case these are the drawn weights after storing, in the
+        case's dtype."""
         if self.checkpoint is not None:
             return self.placed_weights(self.checkpoint.weights.to(dtype=self.dtype))
         if self._stored is None:
@@ -118,13 +123,13 @@ class Inputs:
 
     @cached_property
     def exact(self) -> ExpertWeights:
-        """In a stored case: the same, exact in float64. For references alone."""
+        """The weights of a stored case, exact in float64. Only references use them."""
         kept: Any = self._kept
         return replace(self.weights, **kept)
 
     @cached_property
     def drawn(self) -> ExpertWeights | None:
-        """In a stored case: the weights before they are stored, for what stores them itself."""
+        """The weights of a stored case before storing, for implementations that store them themselves."""
         return self.placed_weights(self._drawn()) if self.experiment.store else None
 
     @cached_property
@@ -143,10 +148,10 @@ class Inputs:
         return self._expert_weights(self.experiment.E, self.experiment.F, place=11)
 
     def frozen(self, implementation: Implementation, asked: bool = False) -> ExpertWeights:
-        """The weights in the form this implementation likes best, made once, because a cell never changes its
-        weights. As they are if it likes them so, if they are trained, or if it reads plain ones too and
-        nobody asked for more. What stores weights gets them as they are stored, or makes its own of the drawn
-        ones."""
+        """Packs the weights in the form this implementation prefers. This happens once, because a cell never
+        changes its weights. They stay as they are if the implementation prefers that, if they are trained, or
+        if it also reads plain weights and nobody asked for packed ones. An implementation that stores weights
+        gets the stored ones, or stores the drawn ones itself."""
         if implementation.freeze_stored is not None and self._stored is not None:
             return self._frozen_once(implementation.freeze_stored, self._stored, self.dtype)
         given = self.weights
@@ -156,7 +161,7 @@ class Inputs:
         return given if freeze is None else self._frozen_once(freeze, given)
 
     def freeze_of(self, implementation: Implementation, asked: bool) -> Callable[..., ExpertWeights] | None:
-        """What packs weights for it; None if it shall read them as they are."""
+        """Returns the function that packs weights for it; None if it reads them as they are."""
         plain = implementation.reads_plain and implementation.stored is None and not asked
         return None if plain or self.experiment.direction != "forward" else implementation.freeze
 
@@ -273,7 +278,7 @@ class Call:
 
     @property
     def token_id_T(self) -> Tensor:
-        """Ids from a vocabulary of 2^16, for rules that read them."""
+        """Ids from a vocabulary of 2^16, for routers that read ids."""
         bits = self._normal(self._shape.T, place=self.number * STRIDE + 7, dtype=torch.float32)
         return (bits.abs() * 2**20).long().remainder_(2**16).to(self.inputs.put)
 
@@ -294,12 +299,12 @@ class Call:
 
     @property
     def x_RD(self) -> Tensor:
-        """As dispatch writes it: zeros in rows without a pair."""
+        """The rows as dispatch writes them, with zeros in rows without a pair."""
         return self._put(self._rows(0.0))
 
     @property
     def y_RD(self) -> Tensor:
-        """As the experts write it: NaN in rows without a pair, which must not be read."""
+        """The rows as the experts write them, with NaN in rows without a pair, which nobody may read."""
         return self._put(self._rows(float("nan")))
 
     @property
@@ -321,6 +326,58 @@ class Call:
     @property
     def b_EF(self) -> Tensor | None:
         return self.inputs.weights.b_in_EG
+
+    # of the layers around the experts
+
+    @property
+    def norm_D(self) -> Tensor:
+        scale_D = self._normal(self._shape.D, place=29, dtype=torch.float32)
+        return self._put((1 + 0.1 * scale_D).to(self.inputs.dtype))
+
+    @property
+    def eps(self) -> float:
+        return 1e-6
+
+    @property
+    def w_FD(self) -> Tensor:
+        """The second matrix of the first expert: F outputs of D inputs side by side, as in nn.Linear."""
+        return self.inputs.weights.w_out_EFD[0]
+
+    @property
+    def b_F(self) -> Tensor | None:
+        b_EG = self.inputs.weights.b_in_EG
+        return None if b_EG is None else b_EG[0, : self._shape.F]
+
+    @property
+    def q_BHNA(self) -> Tensor:
+        return self._heads(self.inputs.experiment.query_shape, 0)
+
+    @property
+    def k_BJMA(self) -> Tensor:
+        return self._heads(self.inputs.experiment.key_shape, 37)
+
+    @property
+    def v_BJMA(self) -> Tensor:
+        return self._heads(self.inputs.experiment.key_shape, 41)
+
+    def _heads(self, shape: tuple[int, ...], place: int) -> Tensor:
+        return self._put(self._normal(*shape, place=self.number * STRIDE + place))
+
+    @property
+    def causal(self) -> bool:
+        return self.inputs.experiment.causal
+
+    @property
+    def window(self) -> int:
+        return self.inputs.experiment.window
+
+    @property
+    def rotary(self) -> Rotary | None:
+        if not self.inputs.experiment.rotary:
+            return None
+        _, _, M, A = self.inputs.experiment.key_shape
+        angle_MC = torch.arange(M).unsqueeze(1) * 1e4 ** -(torch.arange(A // 2) * 2 / A)
+        return placed(Rotary(cos_MC=angle_MC.cos(), sin_MC=angle_MC.sin()), self.inputs.put)
 
     def upstream(self, shape: torch.Size) -> Tensor:
         """The upstream gradient for a result of this shape."""
@@ -346,7 +403,8 @@ class Call:
         return self.inputs.normal(*shape, place=place, dtype=dtype)
 
     def _gates(self) -> Tensor:
-        """Of either sign and any sum, as the contract allows: routers may scale and leave unnormalised."""
+        """Returns gates of either sign and any sum, as the contract allows: a router may scale them and need
+        not normalise them."""
         shape = self._workload.routing.gate_TK.shape
         return self._normal(*shape, place=self.number * STRIDE + 3, dtype=torch.float32)
 
@@ -373,7 +431,7 @@ class Call:
 
 
 def fingerprint(*values: Any) -> str:
-    """sha256 over all tensors inside: shows whether a call wrote to its inputs."""
+    """Returns sha256 over all tensors inside, to show whether a call wrote to its inputs."""
     digest = hashlib.sha256()
     for tensor in tensors_in(values):
         digest.update(str((tuple(tensor.shape), str(tensor.dtype))).encode())

@@ -37,7 +37,7 @@ MAX_DRAWS = 16  # of other data, for a result with few elements
 # Soft-MoE with 4 slots: an honest kernel had a root mean square error over the bound in 1 of 200 calls
 FEW_ROWS = 8
 OTHER_DRAWS = 3_000_000  # call numbers from here on are never given to a worker
-MAX_KEPT = 8  # expected results kept, since every subject needs the same ones for its gate calls
+MAX_KEPT = 8  # expected results kept, since every implementation needs the same ones for its gate calls
 MAX_KEPT_BYTES = 2 << 30  # of them; two are kept in any case
 MAX_GRADIENT = 1 << 22  # elements of a gradient judged at once: of larger ones, random experts
 STATUS = {
@@ -51,7 +51,8 @@ STATUS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """Finding(status=Status.WRONG_VALUE, reason="largest error 0.5 at [3, 0] ...") or PASSED with numbers."""
+    """Judgement(status=Status.WRONG_VALUE, reason="largest error 0.5 at [3, 0] ..."), or PASSED with
+    numbers."""
 
     status: Status
     reason: str = ""
@@ -79,13 +80,13 @@ class Judge:
         self._callers: dict[tuple[Question, torch.dtype], Caller] = {}
         self._others: dict[Question, list[ExpectedOutput]] = {}
         self._prints: dict[Key, str] = {}
-        self.oracle_seconds = 0.0  # of the last one
+        self.oracle_seconds = 0.0  # of the last one that was computed
 
-    def input_print(self, number: int, step: int, subject: ImplementationRef) -> str:
-        """The fingerprint the call's arguments must still have afterwards."""
-        key = (number, step, subject.question)
+    def input_print(self, number: int, step: int, implementation: ImplementationRef) -> str:
+        """Returns the fingerprint that the call's arguments must still have afterwards."""
+        key = (number, step, implementation.question)
         if key not in self._prints:
-            self._prints[key] = fingerprint(activations(self.arguments(number, step, subject)))
+            self._prints[key] = fingerprint(activations(self.arguments(number, step, implementation)))
         return self._prints[key]
 
     @cached_property
@@ -93,33 +94,43 @@ class Judge:
         return weights_print(self.span, self.inputs)
 
     def judge(
-        self, path: Path, number: int, step: int, subject: ImplementationRef, ties: str = "lower id first"
+        self,
+        path: Path,
+        number: int,
+        step: int,
+        implementation: ImplementationRef,
+        ties: str = "lower id first",
     ) -> Judgement:
-        """Judge the file a worker wrote for call `number`."""
+        """Judges the file that a worker wrote for call `number`."""
         try:
-            result = read_result(path, self.right(number, step, subject).baseline)
+            result = read_result(path, self.right(number, step, implementation).baseline)
         except ValueError as error:
             return Judgement(status=Status.WRONG_STRUCTURE, reason=str(error))
-        return self.judge_result(result, number, step, subject, ties)
+        return self.judge_result(result, number, step, implementation, ties)
 
     def judge_result(
-        self, result: Result, number: int, step: int, subject: ImplementationRef, ties: str = "lower id first"
+        self,
+        result: Result,
+        number: int,
+        step: int,
+        implementation: ImplementationRef,
+        ties: str = "lower id first",
     ) -> Judgement:
-        right, args = self.right(number, step, subject), self.arguments(number, step, subject)
+        right, args = self.right(number, step, implementation), self.arguments(number, step, implementation)
 
         def others(n: int) -> list[tuple[Any, Any]]:
-            return [(one.oracle.out, one.baseline.out) for one in self._more(subject, n)]
+            return [(one.oracle.out, one.baseline.out) for one in self._more(implementation, n)]
 
         expected = Expected(
             oracle=right.oracle.out,
             baseline=right.baseline.out,
             more=others,
             ties=ties,
-            few_rows=self._few_rows(subject),
+            few_rows=self._few_rows(implementation),
         )
         verdicts = self.span.judge(result.out, expected, args)
         if all(verdict.passed for verdict in verdicts):
-            verdicts += self._judge_gradients(result, right, args, subject)
+            verdicts += self._judge_gradients(result, right, args, implementation)
         wrong = [verdict for verdict in verdicts if not verdict.passed]
         if wrong:
             reason = "; ".join(verdict.sentence for verdict in wrong)
@@ -127,7 +138,11 @@ class Judge:
         return Judgement(status=Status.PASSED, verdict=verdicts[0] if verdicts else None)
 
     def _judge_gradients(
-        self, result: Result, right: ExpectedOutput, args: Mapping[str, Any], subject: ImplementationRef
+        self,
+        result: Result,
+        right: ExpectedOutput,
+        args: Mapping[str, Any],
+        implementation: ImplementationRef,
     ) -> list[Verdict]:
         verdicts = []
         for name, gradient in result.gradients.items():
@@ -139,24 +154,24 @@ class Judge:
                 continue
 
             def others(n: int, name: str = name, size: int = oracle.numel()) -> list[tuple[Any, Any]]:
-                more = self._more(subject, size)  # n may be wrong
+                more = self._more(implementation, size)  # n may be wrong
                 return [(one.oracle.gradients[name], one.baseline.gradients[name]) for one in more]
 
             if gradient.shape == baseline.shape:
                 gradient, oracle, baseline = _some_experts(gradient, oracle, baseline)
             assert right.d_out is not None
             of = GradientOf(name=name, args=args, out=result.out, d_out=right.d_out)
-            few_rows = self._few_rows(subject)
+            few_rows = self._few_rows(implementation)
             expected = Expected(oracle=oracle, baseline=baseline, more=others, few_rows=few_rows)
             judged = self.span.judge_gradient(of, gradient, expected)
             verdicts += [verdict.of(f"gradient of {name}") for verdict in judged]
         return verdicts
 
     def same_bits(
-        self, one: Path, other: Path, *, number: int, step: int, subject: ImplementationRef
+        self, one: Path, other: Path, *, number: int, step: int, implementation: ImplementationRef
     ) -> bool:
         """Do two judged results of the same call agree in all bits that mean something?"""
-        right, args = self.right(number, step, subject), self.arguments(number, step, subject)
+        right, args = self.right(number, step, implementation), self.arguments(number, step, implementation)
         tensors = []
         for path in (one, other):
             result = read_result(path, right.baseline)
@@ -166,47 +181,52 @@ class Judge:
             torch.equal(_bits(a), _bits(b)) for a, b in zip(*(t.values() for t in tensors), strict=True)
         )
 
-    def arguments(self, number: int, step: int, subject: ImplementationRef) -> dict[str, Any]:
-        return self.span.arguments(self.span.call(subject, self.inputs, number, step))
+    def arguments(self, number: int, step: int, implementation: ImplementationRef) -> dict[str, Any]:
+        return self.span.arguments(self.span.call(implementation, self.inputs, number, step))
 
-    def _few_rows(self, subject: ImplementationRef) -> bool:
-        """Are there fewer rows than pairs, as in Soft-MoE, and so few that their mean error is luck?"""
+    def _few_rows(self, implementation: ImplementationRef) -> bool:
+        """True if there are fewer rows than pairs, as in Soft-MoE, and so few that their mean error depends
+        on luck."""
         s = self.inputs.experiment.shape
-        return self.span.rows(subject, self.inputs) < min(FEW_ROWS, s.num_pairs)
+        return self.span.rows(implementation, self.inputs) < min(FEW_ROWS, s.num_pairs)
 
-    def _more(self, subject: ImplementationRef, n: int) -> list[ExpectedOutput]:
-        """Results on other data, to know plain torch's usual error when a result has few elements."""
-        draws = self._draws(subject, n)
-        ready = self._others.setdefault(subject.question, [])
+    def _more(self, implementation: ImplementationRef, n: int) -> list[ExpectedOutput]:
+        """Returns results on other data. They show the usual error of plain torch when a result has few
+        elements."""
+        draws = self._draws(implementation, n)
+        ready = self._others.setdefault(implementation.question, [])
         while (place := len(ready)) < draws:
             # gradients of large weights need few draws, and 16 of them would be gigabytes
-            wanted = partial(self._wants_draw, subject, place)
-            ready.append(self._compute(OTHER_DRAWS + place, place % ROUTINGS, subject, wanted))
+            wanted = partial(self._wants_draw, implementation, place)
+            ready.append(self._compute(OTHER_DRAWS + place, place % ROUTINGS, implementation, wanted))
         return ready[:draws]
 
-    def _draws(self, subject: ImplementationRef, n: int) -> int:
-        telling = min(n, 8 * self.span.rows(subject, self.inputs))
+    def _draws(self, implementation: ImplementationRef, n: int) -> int:
+        telling = min(n, 8 * self.span.rows(implementation, self.inputs))
         return min(MAX_DRAWS, -(-FEW_ELEMENTS // telling)) if 0 < telling < FEW_ELEMENTS else 0
 
-    def _wants_draw(self, subject: ImplementationRef, place: int, tensor: Tensor) -> bool:
-        return place < self._draws(subject, tensor.numel())
+    def _wants_draw(self, implementation: ImplementationRef, place: int, tensor: Tensor) -> bool:
+        return place < self._draws(implementation, tensor.numel())
 
-    def right(self, number: int, step: int, subject: ImplementationRef) -> ExpectedOutput:
-        """What the reference computes for a call."""
-        key = (number, step, subject.question)
+    def right(self, number: int, step: int, implementation: ImplementationRef) -> ExpectedOutput:
+        """Returns what the reference computes for a call."""
+        key = (number, step, implementation.question)
         if key not in self._right:
-            self._right[key] = self._compute(number, step, subject)
+            self._right[key] = self._compute(number, step, implementation)
             while len(self._right) > 2 and (
                 len(self._right) > MAX_KEPT or self._kept_bytes() > MAX_KEPT_BYTES
             ):
                 self._right.popitem(last=False)
         return self._right[key]
 
-    def foresee(self, calls: Iterable[tuple[int, int]], subject: ImplementationRef) -> None:
-        """Compute what is right for calls that will be judged. If that fails, judging them says why."""
+    def knows(self, number: int, step: int, implementation: ImplementationRef) -> bool:
+        return (number, step, implementation.question) in self._right
+
+    def foresee(self, calls: Iterable[tuple[int, int]], implementation: ImplementationRef) -> None:
+        """Computes reference results in advance. If that fails, judging the call reports the error."""
         with suppress(Exception):
             for number, step in calls:
-                self.right(number, step, subject)
+                self.right(number, step, implementation)
 
     def _kept_bytes(self) -> int:
         results = [result for right in self._right.values() for result in (right.oracle, right.baseline)]
@@ -214,19 +234,19 @@ class Judge:
 
     @torch.no_grad()
     def _compute(
-        self, number: int, step: int, subject: ImplementationRef, only: Wanted | None = None
+        self, number: int, step: int, implementation: ImplementationRef, only: Wanted | None = None
     ) -> ExpectedOutput:
         began = time.perf_counter()
-        call = self.span.call(subject, self.inputs, number, step)
+        call = self.span.call(implementation, self.inputs, number, step)
         args = self.span.arguments(call)
         results: list[Result] = []
         forward = self.inputs.experiment.direction == "forward"
         for dtype in (self.inputs.dtype, torch.float64):
             if results and self.span.exact and forward:
                 return ExpectedOutput(oracle=results[0], baseline=results[0])
-            if results and (known := self._known(number, step, subject)) is not None:
+            if results and (known := self._known(number, step, implementation)) is not None:
                 return ExpectedOutput(oracle=known.oracle, baseline=results[0], d_out=known.d_out)
-            caller = self._caller(subject, dtype)
+            caller = self._caller(implementation, dtype)
             given = args if dtype == self.inputs.dtype else {n: self._wide(v) for n, v in args.items()}
             results.append(caller.result(caller.ready(call, given, only)(), given, only))
         d_out = None
@@ -236,15 +256,16 @@ class Judge:
         self.oracle_seconds = time.perf_counter() - began
         return ExpectedOutput(oracle=results[1], baseline=results[0], d_out=d_out)
 
-    def _known(self, number: int, step: int, subject: ImplementationRef) -> ExpectedOutput | None:
-        """A result of the same call for subjects with another tolerance: the oracle is the same."""
-        asked = (number, step, subject.question[:3])
+    def _known(self, number: int, step: int, implementation: ImplementationRef) -> ExpectedOutput | None:
+        """Returns the result of the same call for an implementation with another tolerance, because the
+        oracle is the same."""
+        asked = (number, step, implementation.question[:3])
         return next((right for (n, s, q), right in self._right.items() if (n, s, q[:3]) == asked), None)
 
-    def _caller(self, subject: ImplementationRef, dtype: torch.dtype) -> Caller:
-        key = (subject.question, dtype)
+    def _caller(self, implementation: ImplementationRef, dtype: torch.dtype) -> Caller:
+        key = (implementation.question, dtype)
         if key not in self._callers:
-            plain = self.span.plain(subject, self.inputs, dtype)
+            plain = self.span.plain(implementation, self.inputs, dtype)
             # gradients need the forward pass too, so the oracle trains
             direction = "forward" if self.inputs.experiment.direction == "forward" else "train"
             self._callers[key] = Caller(self.span, plain, direction)
@@ -271,8 +292,8 @@ class Judge:
 
 
 def _some_experts(*gradients: Tensor) -> tuple[Tensor, ...]:
-    """The same experts of each, drawn anew for every judged call, if the whole is too large: the gradient of
-    a model's experts has 10^8 elements, and comparing all of them took longer than all calls together."""
+    """Selects the same random experts of each gradient if the gradient is too large. The gradient of a
+    model's experts has 10^8 elements, and comparing all of them took longer than all calls together."""
     elements = gradients[0].numel()
     if gradients[0].ndim != 3 or elements <= MAX_GRADIENT:
         return gradients
@@ -302,8 +323,8 @@ def weights_print(span: Span, inputs: Inputs) -> str:
 
 
 def _sums_print(tensor: Tensor) -> str:
-    """A hash of sums of the bits over rows and over columns, for gigabytes: any write that is not made for it
-    shows, also if values only changed places. sha256 of everything takes ten times as long."""
+    """Hashes sums of the bits over rows and over columns, for gigabytes. It detects accidental writes,
+    including swapped values, but not a deliberate collision. sha256 of everything takes ten times as long."""
     if tensor.ndim > 1 and tensor.mT.is_contiguous():  # as it lies in memory: to transpose it takes longest
         tensor = tensor.mT
     words = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

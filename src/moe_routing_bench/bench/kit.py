@@ -1,4 +1,4 @@
-"""A time is given only to what passes the kit's hard cases for its operations, dtype and layout.
+"""An implementation gets a time only if it passes the kit's hard cases for its operations, dtype and layout.
 
 The benchmark's own inputs are all alike: full batches, choices without gaps. The kit's are not (`mrb check`).
 What passed is remembered by the hash of the code that runs, so only changed code is checked again. Code from
@@ -40,15 +40,15 @@ MAX_RESULT_BYTES = 2**28
 MAX_BYTES = 2**20  # of the file; a fuller one is begun anew
 
 
-def kit_cells(experiment: Experiment, subject: ImplementationRef) -> list[KitCell]:
-    """The kit's cells for what the subject names, which is loaded here; none for a whole layer that is not
-    ours."""
-    parts = span_named(experiment.span).parts(subject.name)
-    return [one for part in parts for one in _cells(experiment, subject, part.op, part.label)]
+def kit_cells(experiment: Experiment, implementation: ImplementationRef) -> list[KitCell]:
+    """Loads what the implementation names and returns its kit cells. There are none for another library's
+    layer."""
+    parts = span_named(experiment.span).parts(implementation.name)
+    return [one for part in parts for one in _cells(experiment, implementation, part.op, part.label)]
 
 
-def _cells(experiment: Experiment, subject: ImplementationRef, op: str, name: str) -> list[KitCell]:
-    device, layout = memory_place(experiment.device), base_name(subject.layout)
+def _cells(experiment: Experiment, implementation: ImplementationRef, op: str, name: str) -> list[KitCell]:
+    device, layout = memory_place(experiment.device), base_name(implementation.layout)
     return [
         one
         for one in cells_of(op, name, (experiment.dtype,), device)
@@ -57,11 +57,11 @@ def _cells(experiment: Experiment, subject: ImplementationRef, op: str, name: st
     ]
 
 
-def kit_results(experiment: Experiment, subject: ImplementationRef) -> dict[str, Tensor]:
+def kit_results(experiment: Experiment, implementation: ImplementationRef) -> dict[str, Tensor]:
     """What it returns for each cell that it supports, by name, for the judge. In a worker."""
     tensors: dict[str, Tensor] = {}
     with torch_threads(1):
-        for cell in kit_cells(experiment, subject):
+        for cell in kit_cells(experiment, implementation):
             out = result_of(cell)
             if out is not None and not wrong_type(out):
                 named = named_tensors(Result(out=out))
@@ -69,13 +69,23 @@ def kit_results(experiment: Experiment, subject: ImplementationRef) -> dict[str,
     return tensors
 
 
-def judge_kit(path: Path, experiment: Experiment, subject: ImplementationRef, ties: str) -> tuple[int, str]:
+def can_judge_kit(experiment: Experiment, implementation: ImplementationRef) -> bool:
+    """True if what is right is known without loading anything of it: not for operations from outside, nor if
+    it stores weights in a format of its own."""
+    ops = {op for op, _ in span_named(experiment.span).named(implementation.name)}
+    ours = all(Path(all_ops()[op].file).is_relative_to(PACKAGE) for op in ops)
+    return ours and "store=" not in implementation.name and experiment.device == "cpu"
+
+
+def judge_kit(
+    path: Path, experiment: Experiment, implementation: ImplementationRef, ties: str
+) -> tuple[int, str]:
     """How many cells code from outside handed over a result of, and the first wrong one in words. In the
     parent, which loads nothing of it."""
     tensors = load(read_file(path, MAX_RESULT_BYTES))
     judged, wrong = 0, ""
-    for op, name in span_named(experiment.span).named(subject.name):
-        for cell in _cells(experiment, subject, op, name):
+    for op, name in span_named(experiment.span).named(implementation.name):
+        for cell in _cells(experiment, implementation, op, name):
             start = _name(cell)
             own = {
                 key.removeprefix(start): tensor for key, tensor in tensors.items() if key.startswith(start)
@@ -94,24 +104,24 @@ def _name(cell: KitCell) -> str:
     return f"{cell.op}/{cell.case.name}/{cell.layout}/"
 
 
-def run_kit(experiment: Experiment, subject: ImplementationRef) -> tuple[int, int, str]:
-    """Cells passed, cells failed, and the first failure in words. NotImplementedError if an implementation
-    supports none of its cells, since then nothing is known about it. In a worker."""
+def run_kit(experiment: Experiment, implementation: ImplementationRef) -> tuple[int, int, str]:
+    """Returns the cells passed, the cells failed, and the first failure in words. NotImplementedError if an
+    implementation supports none of its cells, because then nothing is known about it. It runs in a worker."""
     with torch_threads(1), torch.enable_grad():  # the cases are tiny
-        outcomes = [_check(one) for one in kit_cells(experiment, subject)]
+        outcomes = [_check(one) for one in kit_cells(experiment, implementation)]
     ran = [outcome for outcome in outcomes if outcome.status != "unsupported"]
     tried, known = ({(one.cell.op, one.cell.spec) for one in some} for some in (outcomes, ran))
-    for op, spec in sorted(tried - known):
+    for op, name in sorted(tried - known):
         raise NotImplementedError(
-            f"the kit ran 0 cases of {op}.{spec}: it supports none of the hard cases for "
-            f"{experiment.dtype} in the layout {subject.layout} (`mrb check`)"
+            f"the kit ran 0 cases of {op}.{name}: it supports none of the hard cases for "
+            f"{experiment.dtype} in the layout {implementation.layout} (`mrb check`)"
         )
     failed = [outcome for outcome in ran if outcome.status == "failed"]
     first = [f"{one.cell.case.name}, {one.cell.layout}: {one.sentences[0]}" for one in failed[:1]]
     return len(ran) - len(failed), len(failed), "".join(first)
 
 
-@cache  # subjects of several parts share them
+@cache  # implementations of several parts share them
 def _check(one: KitCell) -> Outcome:
     return check(one)
 
@@ -120,27 +130,29 @@ _passed_here: set[str] = set()  # code from outside, for as long as this process
 
 
 class PassedKits:
-    """Which code has passed: PassedKits(experiment, outside=False).knows(subject, source)."""
+    """Which code has passed: PassedKits(experiment, outside=False).knows(implementation, source)."""
 
     def __init__(self, experiment: Experiment, *, outside: bool):
         self.experiment, self.path = experiment, None if outside else home() / "kit.json"
         self._keys = _passed_here if self.path is None else _read(self.path)
 
-    def knows(self, subject: ImplementationRef, source: str) -> bool:
-        return self._key(subject, source) in self._keys
+    def knows(self, implementation: ImplementationRef, source: str) -> bool:
+        return self._key(implementation, source) in self._keys
 
-    def add(self, subject: ImplementationRef, source: str) -> None:
-        self._keys.add(self._key(subject, source))
+    def add(self, implementation: ImplementationRef, source: str) -> None:
+        self._keys.add(self._key(implementation, source))
         if self.path is None:
             return
         with suppress(OSError):  # if it cannot be written, it is checked again next time
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, json.dumps(sorted(self._keys)))
 
-    def _key(self, subject: ImplementationRef, source: str) -> str:
+    def _key(self, implementation: ImplementationRef, source: str) -> str:
         kit = Code.of([PACKAGE / "conformance" / "check.py"]).hash
         where = (self.experiment.device, this_machine().name, torch.__version__)
-        return digest_of([replace(subject, frozen=False).title, source, kit, self.experiment.dtype, *where])
+        return digest_of(
+            [replace(implementation, frozen=False).title, source, kit, self.experiment.dtype, *where]
+        )
 
 
 def _read(path: Path) -> set[str]:

@@ -1,9 +1,9 @@
-"""Layers around a cell's weights, which all its subjects share: ours, and the same in plain torch.
+"""Layers around a cell's weights, which all its implementations share: ours, and the same in plain torch.
 
 The router reads one column of x for each expert, and x is made so that the router follows the workload
 (`Call.planted_TD`). In a chain, later routers read what earlier experts wrote, so experts write nothing to
-those columns: rounding cannot make a subject choose other experts than the oracle, which would look like an
-error.
+those columns: rounding cannot make an implementation choose other experts than the oracle, which would look
+like an error.
 """
 
 from __future__ import annotations
@@ -44,35 +44,38 @@ ROUTED_ADAPTERS = {"num_adapters": 4, "K": 2}  # of perft kind R
 SEED = 20  # for routers' own weights, and for rules that draw random numbers in training
 
 
-def layer_kind(subject: ImplementationRef) -> tuple[str, dict[str, Any]]:
-    """("chain", {"iterations": 2}) of the subject's layer; ValueError if there is none of that name."""
-    kind, options = parse_spec(subject.layer or "moe")
+def layer_kind(implementation: ImplementationRef) -> tuple[str, dict[str, Any]]:
+    """("chain", {"iterations": 2}): the kind of the implementation's layer and its options. ValueError if
+    there is no such kind."""
+    kind, options = parse_spec(implementation.layer or "moe")
     if kind not in KINDS:
         raise ValueError(f"there is no layer {kind!r}; there are {', '.join(KINDS)}")
     options = {**KINDS[kind], **options}
     return kind, {**ROUTED_ADAPTERS, **options} if options.get("kind") == "R" else options
 
 
-def choices_of(subject: ImplementationRef, inputs: Inputs) -> int:
-    """K of each router of the subject: some rules fix it, and a chain divides K among its iterations."""
-    kind, options = layer_kind(subject)
-    name, _ = parse_spec(subject.router or ROUTER)
+def choices_of(implementation: ImplementationRef, inputs: Inputs) -> int:
+    """Returns K of each router of the implementation. Some routers fix it, and a chain divides K among its
+    iterations."""
+    kind, options = layer_kind(implementation)
+    name, _ = parse_spec(implementation.router or ROUTER)
     K = inputs.experiment.K // (options["iterations"] if kind == "chain" else 1)
     return router_named(name).fixed_K or max(1, K)
 
 
 def layer_of(
-    subject: ImplementationRef, inputs: Inputs, ffn: Implementation, make_plan: Implementation, *, topk: str,
-    dtype: torch.dtype | None = None, fused: bool = True,
+    implementation: ImplementationRef, inputs: Inputs, ffn: Implementation, make_plan: Implementation, *,
+    topk: str, dtype: torch.dtype | None = None, fused: bool = True,
 ) -> nn.Module:  # fmt: skip
-    """The subject's layer around the inputs' weights, converted if `dtype` is another. fused=False removes
-    the router's option `fused`."""
-    s, case, (kind, options) = inputs.experiment.shape, inputs.experiment, layer_kind(subject)
+    """Builds the implementation's layer around the inputs' weights, converted if `dtype` is another.
+    fused=False removes the router's option `fused`."""
+    s, case, (kind, options) = inputs.experiment.shape, inputs.experiment, layer_kind(implementation)
     dtype = dtype or inputs.dtype
-    name, router_options = parse_spec(subject.router or ROUTER)
+    name, router_options = parse_spec(implementation.router or ROUTER)
     sizes: dict[str, Any] = {
-        "D": s.D, "F": s.F, "E": s.E, "K": choices_of(subject, inputs), "layout": subject.layout,
-        "activation": case.activation, "bias": case.bias, "shared_F": shared_width(inputs),
+        "D": s.D, "F": s.F, "E": s.E, "K": choices_of(implementation, inputs),
+        "layout": implementation.layout, "activation": case.activation, "bias": case.bias,
+        "shared_F": shared_width(inputs),
         "device": "meta", "dtype": dtype,
     }  # fmt: skip
     if kind == "chain":
@@ -81,27 +84,30 @@ def layer_of(
         sizes["K"] *= options["iterations"]
         layer: nn.Module = ChainOfExperts(**sizes, **options, router=name, router_options=router_options)
         assert isinstance(layer, ChainOfExperts)
-        routers = [router_of(subject, inputs, topk, fused) for _ in range(1 + len(layer.later_routers))]
+        routers = [
+            router_of(implementation, inputs, topk, fused) for _ in range(1 + len(layer.later_routers))
+        ]
         layer.later_routers = nn.ModuleList(routers[1:])
         moe = layer.layer
         moe.router = routers[0]
     else:
         moe = layer = MoE(**sizes, router=name, router_options=router_options)
-        moe.router = router_of(subject, inputs, topk, fused)
+        moe.router = router_of(implementation, inputs, topk, fused)
     moe.expert_ffn, moe.make_plan = ffn, make_plan
     if kind == "moe" and ffn.batch_invariant and ffn.invariant_with:
         moe.make_batch_invariant()
-    _put_weights(moe, inputs, ffn, dtype, silent=kind == "chain", asked=subject.frozen)
+    _put_weights(moe, inputs, ffn, dtype, silent=kind == "chain", asked=implementation.frozen)
     if kind == "perft":
         layer = _with_adapters(moe, inputs, options)
     return layer.train(case.direction != "forward")
 
 
-def plain_layer(subject: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> nn.Module:
-    """The layer in plain torch, in `dtype`: the ops' references compute everything but the router."""
+def plain_layer(implementation: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> nn.Module:
+    """Builds the layer in plain torch, in `dtype`. The references of the operations compute everything but
+    the router."""
     layer = layer_of(
-        subject, inputs, reference_of(expert_ffn_op), make_plan_op.get("counting"), topk="sort", dtype=dtype,
-        fused=False,
+        implementation, inputs, reference_of(expert_ffn_op), make_plan_op.get("counting"), topk="sort",
+        dtype=dtype, fused=False,
     )  # fmt: skip
     if dtype == torch.float64:
         for module in layer.modules():
@@ -115,7 +121,8 @@ def plain_layer(subject: ImplementationRef, inputs: Inputs, dtype: torch.dtype) 
 
 
 def _widen(router: Router) -> None:
-    """Gates in float64; where rounding alone would change a choice, the router's own float32 routing."""
+    """Makes the gates float64. Where rounding alone would change a choice, it keeps the router's own float32
+    routing."""
     plain = router.forward
 
     def forward(x_TD: Tensor, info: TokenInfo = TokenInfo()) -> Routing | SoftRouting:
@@ -155,17 +162,17 @@ def experts_arguments(
     return x_TD, routing, plan, layer.experts.weights()
 
 
-def router_of(subject: ImplementationRef, inputs: Inputs, topk: str, fused: bool = True) -> Router:
+def router_of(implementation: ImplementationRef, inputs: Inputs, topk: str, fused: bool = True) -> Router:
     """The router, with a projection that reads the columns that hold the logits."""
     s = inputs.experiment.shape
-    if inputs.checkpoint is not None and not subject.router:
+    if inputs.checkpoint is not None and not implementation.router:
         return inputs.checkpoint.router(topk).to(inputs.put)
-    name, options = parse_spec(subject.router or ROUTER)
+    name, options = parse_spec(implementation.router or ROUTER)
     if not fused:
         options.pop("fused", None)
     if "fused" not in options:
         options.setdefault("topk", topk)
-    router = build(name, s.D, s.E, choices_of(subject, inputs), **options)
+    router = build(name, s.D, s.E, choices_of(implementation, inputs), **options)
     router.reset_parameters(torch.Generator().manual_seed(SEED))
     weight = getattr(router, "w_DE", None)
     if isinstance(weight, Tensor) and weight.shape == inputs.router_DE.shape:
@@ -200,13 +207,13 @@ def _put_weights(
 
 
 def _with_weights(ffn: Implementation, weights: ExpertWeights) -> Callable[..., Tensor]:
-    """Computes with these weights, whatever it is given."""
+    """Computes with these weights and ignores the ones it is given."""
     run = ffn.run
     return lambda x_TD, gate_TK, plan, stand_ins: run(x_TD, gate_TK, plan, weights)
 
 
 def _silent(weights: ExpertWeights, columns: Tensor) -> ExpertWeights:
-    """Experts that write nothing into some columns."""
+    """Makes experts write nothing into some columns."""
     w_out, b_out = weights.w_out_EFD.detach().clone(), weights.b_out_ED
     w_out[..., columns] = 0.0
     if b_out is not None:

@@ -41,7 +41,8 @@ class LoadedFiles:
             self._opened.add(args[0])
 
     def found(self) -> list[str]:
-        """Files that are not Python's, the system's, ours, a cache's or the worker's own, by name."""
+        """Returns the names of files that do not belong to Python, the system, this package, a cache or the
+        worker itself."""
         modules = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
         given = {*filter(None, modules), *self._opened, *_mapped("self")}
         files = {os.path.realpath(name) for name in given}
@@ -65,7 +66,7 @@ def _counts(name: str, known: Sequence[str], began: float) -> bool:
 
 
 def not_in_the_key(files: Sequence[str], experiment: Experiment, folders: Sequence[Path]) -> list[str]:
-    """Those that no part of the cell's key stands for. folders: all of their files are in the key."""
+    """Returns the files that no part of the cell's key covers. All files in `folders` are in the key."""
     hashed = {os.path.realpath(file) for folder in folders for file in files_in(folder)}
     trace = file_of(experiment.workload) if experiment.workload else None
     known = [str(trace.resolve())] if trace is not None else []
@@ -82,7 +83,7 @@ def is_under(name: str, folders: Sequence[str]) -> bool:
 
 
 def _places() -> tuple[str, ...]:
-    """Where Python, its packages, the system and caches lie."""
+    """Returns where Python, its packages, the system and caches lie."""
     paths = sysconfig.get_paths()
     packages = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     packages += [*site.getsitepackages(), site.getusersitepackages()]

@@ -1,9 +1,9 @@
 """measure: interleaved rounds over the implementations that passed their trial, whatever hosts run them.
 
 Every round takes one sample of each on the same inputs, in a new order, with the baseline's twin. In a few
-random rounds the result of a timed call of each is judged; they share the oracle's result. One that is
-several times slower than the best leaves after the few rounds that show it. One that fails leaves at once,
-and the others go on.
+random rounds the result of a timed call of each is judged; they share the oracle's result, and long calls of
+our own code take it from their trials. One that is several times slower than the best leaves after the few
+rounds that show it. One that fails leaves at once, and the others go on.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from moe_routing_bench.bench.hosts.host import Host, Reading, Turn
 from moe_routing_bench.bench.hosts.isolated import IsolatedHost, Isolation
 from moe_routing_bench.bench.hosts.shared import SharedHost
 from moe_routing_bench.bench.inputs import ROUTINGS
-from moe_routing_bench.bench.series import Measured, Samples, Series, fewest_rounds, lineup_of, take_rounds
+from moe_routing_bench.bench.series import Measured, Samples, Series, lineup_of, take_rounds
 from moe_routing_bench.bench.setup import GATE_CALLS, Numbers, Setup
-from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.bench.verdict import MIN_ROUNDS, compare, stop_reason
 from moe_routing_bench.core.fork_server import server_harm
 from moe_routing_bench.workloads.experiment import ImplementationRef
@@ -33,8 +33,6 @@ MIN_SECONDS = 2.0  # of rounds, even if trials took all the time: what was tried
 LOOK_EVERY = 1.2  # the precision is computed again after this factor more rounds: computing it takes time
 LEAK_BYTES = 2**29
 LATEST = 1.2  # of the budget: who has no place by then gets none
-OVERTIME = 0.1  # of the budget, if a verdict needs no more than that
-DECISIVE_ROUNDS = 9  # all on one side they show a difference, if half of the comparisons do
 # largest ratio of times of the same code in two processes: 1.29 was seen for calls of 10 us, where one
 # process had less to do and so colder caches
 MAX_APART = 1.5
@@ -45,12 +43,12 @@ OnRound = Callable[[int, Measured], None]  # rounds so far in this set of proces
 class BaselineError(Exception):
     """The baseline failed during the rounds, so there is nothing to compare with.
 
-    subjects: all that fail for the same reason
+    implementations: all that fail for the same reason
     """
 
-    def __init__(self, failure: SubjectError, subjects: Sequence[ImplementationRef]):
+    def __init__(self, failure: ImplementationError, implementations: Sequence[ImplementationRef]):
         super().__init__(failure.reason)
-        self.failure, self.subjects = failure, subjects
+        self.failure, self.implementations = failure, implementations
 
 
 def measure(setup: Setup, shared: Host, alive: Sequence[ImplementationRef], on_round: OnRound) -> Measured:
@@ -93,8 +91,8 @@ def hosts_for(
     if lineup[0].implementation in setup.outside:
         pairs.append((lineup[0], Series("twin", lineup[0].implementation)))
     for pair in pairs:
-        subjects = tuple(dict.fromkeys(one.implementation for one in pair))
-        host: Host = IsolatedHost(isolation, pair) if setup.can_freeze else SharedHost(setup, subjects)
+        implementations = tuple(dict.fromkeys(one.implementation for one in pair))
+        host: Host = IsolatedHost(isolation, pair) if setup.can_freeze else SharedHost(setup, implementations)
         hosts |= dict.fromkeys(pair, host)
     return hosts
 
@@ -109,16 +107,16 @@ class _Rounds:
         self.setup, self.asked, self.lineup, self.hosts = setup, asked, lineup, hosts
         self.measured, self.experiment = measured, setup.experiment
         self.baseline, self.twin = measured.baseline, measured.twin
-        self.fewest = min(fewest_rounds(len(self.alive)), self.experiment.max_rounds)
+        self.fewest = setup.deciding_rounds(len(self.alive))
         self.slow = setup.slow_ones(asked)
-        self.dice = random.SystemRandom()  # so that no subject can predict which calls are judged
+        self.dice = random.SystemRandom()  # so that no implementation can predict which calls are judged
         checks = min(self.experiment.checked - 1, self.fewest)
         self.judged = set(self.dice.sample(range(self.fewest), checks))
         self.before = sum(measured.rounds_by_process)
         self.memory = MemoryWatch()
         self.last: Series | None = None  # whose code from outside ran last
-        self.round, self.first, self.place, self.next_look = -1, 0, 0, 0
-        self.began = self.longest_round = 0.0
+        self.round, self.first, self.step, self.place, self.next_look = -1, 0, 0, 0, 0
+        self.began = self.longest_round = 0.0  # without judging
         setup.numbers = Numbers()
         left = setup.budget.left / (self.experiment.processes - len(measured.rounds_by_process))
         self.deadline = time.perf_counter() + max(left - RESERVE * left, MIN_SECONDS)
@@ -130,7 +128,8 @@ class _Rounds:
             nonlocal reason
             if self.experiment.stages:
                 self._take_stages(done - 1)
-            self.longest_round = max(self.longest_round, time.perf_counter() - self.began)
+            judging = self._judging_seconds() if done - 1 in self.judged else 0.0
+            self.longest_round = max(self.longest_round, time.perf_counter() - self.began - judging)
             on_round(done, self.measured)
             self._leave(self._who_leaves(done))
             reason = self._why_stop(done)
@@ -155,21 +154,24 @@ class _Rounds:
         return list({id(host): host for host in self.hosts.values()}.values())
 
     def _here(self, series: Series) -> list[float]:
-        """Its samples in this set of processes."""
+        """Returns its samples in this set of processes."""
         return self.measured.samples[series].seconds[self.before :]
 
     def _take(self, series: Series, done: int) -> None:
-        """Its sample in a round; all have the same inputs."""
+        """Takes its sample in a round. All series of a round have the same inputs."""
         if done != self.round:
             self.round, self.began = done, time.perf_counter()
             self.first, self.place = self._numbers_for(self.lineup)
+            self.step = done % ROUTINGS
+            if done in self.judged and self.setup.judges_known([one.implementation for one in self.alive]):
+                (self.first, self.step), self.place = self.dice.choice(GATE_CALLS), 0
         with self._blamed(series):
             self._check_harm()
         if series not in self.lineup:  # it was to blame
             return
         with self._blamed(series):
             keep = self.place if done in self.judged and series != self.twin else None
-            reading = self._sample(series, self.first, step=done % ROUTINGS, keep=keep)
+            reading = self._sample(series, self.first, step=self.step, keep=keep)
             seen = self.measured.samples[series]
             seen.seconds.append(reading.seconds)
             seen.stages += [dict(reading.stages)] if reading.stages else []
@@ -197,13 +199,13 @@ class _Rounds:
             self.last = series
         reading = host.sample(turn)
         seen.calls, seen.held = reading.calls, reading.held
-        seen.checked += host.judge(turn)
+        seen.checked += host.judge(turn).results
         if warm:
             self.memory.check(series, reading)
         if (touched := self.setup.watch()) is not None:
-            raise SubjectError(Status.SUSPECT, touched)
+            raise ImplementationError(Status.SUSPECT, touched)
         if reading.new_threads > 0:
-            raise SubjectError(Status.SUSPECT, f"it left {reading.new_threads} threads running")
+            raise ImplementationError(Status.SUSPECT, f"it left {reading.new_threads} threads running")
         return reading
 
     def _warm_up(self, series: Series) -> None:
@@ -218,18 +220,18 @@ class _Rounds:
         self.memory.forget(series)
 
     def _numbers_for(self, present: Iterable[Series]) -> tuple[int, int]:
-        """The first call number of a round, and which call of each sample may be judged: one oracle serves
-        all."""
+        """Returns the first call number of a round, and which call of each sample may be judged, so that one
+        oracle result serves all."""
         calls = [self.measured.samples[series].calls for series in present]
         return self.setup.numbers.take(max(calls)), self.dice.randrange(min(calls))
 
     @contextmanager
     def _blamed(self, series: Series) -> Iterator[None]:
-        """Drop the subject whose turn it is if it fails; the others go on, in new processes if it shared or
-        harmed theirs. BaselineError if it is the baseline."""
+        """If the implementation whose turn it is fails, it is dropped. The others go on, in new processes if
+        it shared or harmed theirs. BaselineError if it is the baseline."""
         try:
             yield
-        except SubjectError as failure:
+        except ImplementationError as failure:
             guilty, failure = self._guilty(series, failure)
             if guilty == self.baseline.implementation:
                 over = failure.status is Status.NO_TIME
@@ -242,34 +244,36 @@ class _Rounds:
                     for one in [one for one in self.lineup if self.hosts[one] is host]:
                         self._warm_up(one)
 
-    def _guilty(self, series: Series, failure: SubjectError) -> tuple[ImplementationRef, SubjectError]:
+    def _guilty(
+        self, series: Series, failure: ImplementationError
+    ) -> tuple[ImplementationRef, ImplementationError]:
         """If the baseline fails beside code from outside, that code is blamed."""
         series = failure.series if isinstance(failure.series, Series) else series
         if series.role == "beside":
             reason = f"the baseline beside it is {failure.status}: {failure.reason}"
-            return series.owner, SubjectError(Status.SUSPECT, reason)
+            return series.owner, ImplementationError(Status.SUSPECT, reason)
         return series.implementation, failure
 
     def _check_harm(self) -> None:
-        """What happened to a process when it was not its turn was done by the code that had one before."""
+        """If a process was harmed while it was not its turn, the code that ran before did it."""
         if self.last is None:
             return
         harm = next(filter(None, (host.harm() for host in self.all_hosts())), "") or server_harm()
         if harm:
             reason = f"the process of another implementation {harm} while it was running"
-            raise SubjectError(Status.SUSPECT, reason, self.last)
+            raise ImplementationError(Status.SUSPECT, reason, self.last)
 
-    def _drop(self, guilty: ImplementationRef, failure: SubjectError) -> None:
-        """A subject leaves without its samples."""
+    def _drop(self, guilty: ImplementationRef, failure: ImplementationError) -> None:
+        """An implementation leaves without its samples."""
         self.measured.failed[guilty] = failure
         self.last = None
         self._remove(guilty)
         for series in [one for one in self.measured.samples if one.owner == guilty]:
             del self.measured.samples[series]
 
-    def _remove(self, subject: ImplementationRef) -> None:
+    def _remove(self, implementation: ImplementationRef) -> None:
         """Its series take no more turns; hosts that have no others end."""
-        mine = [series for series in self.lineup if series.owner == subject]
+        mine = [series for series in self.lineup if series.owner == implementation]
         for series in mine:
             self.lineup.remove(series)
         for host in [self.hosts[series] for series in mine]:
@@ -277,7 +281,7 @@ class _Rounds:
                 host.end()
 
     def _leave(self, leaving: Sequence[Series]) -> None:
-        """Subjects leave with the samples they have."""
+        """Implementations leave with the samples they have."""
         late = self.setup.budget.left < RESERVE * self.setup.budget.seconds
         self._finish(
             [
@@ -287,28 +291,30 @@ class _Rounds:
                 or series.implementation in self.setup.outside
             ]
         )
+        self.longest_round -= sum(map(self._turn_seconds, leaving))
         for series in leaving:
             self._remove(series.implementation)
 
     def _who_leaves(self, rounds: int) -> list[Series]:
-        """Those five times slower than the best, after the rounds that show it; and whoever is slowest, as
-        soon as it has a place, if the others could not get the rounds that decide beside it."""
-        left = self.deadline - time.perf_counter() - self.setup.judge.oracle_seconds
+        """Those five times slower than the best, after the rounds that decide; and the slowest, once it has a
+        place, if only without it the others can get those rounds."""
+        if rounds >= self.fewest:
+            return [one for one in self.alive if one.implementation in self.slow]
+        if rounds < MIN_ROUNDS:
+            return []
+        to_judge = sum(place >= rounds for place in self.judged)
+        left = self.deadline - time.perf_counter() - to_judge * self._judging_seconds() - self._last_oracles()
         seconds = {series: self._turn_seconds(series) for series in self.alive[1:]}
         whole = self._turn_seconds(self.baseline) + self._turn_seconds(self.twin) + sum(seconds.values())
-        # a judged sample of each follows the rounds
-        enough = self.fewest if rounds + left / whole - 1 >= self.fewest else DECISIVE_ROUNDS
-        leaving = [one for one in self.alive if one.implementation in self.slow and rounds >= enough]
-        if rounds < MIN_ROUNDS or rounds >= DECISIVE_ROUNDS:
-            return leaving
-        for series in sorted(seconds, key=lambda one: -seconds[one])[:-1]:
-            if rounds + left / whole - 1 >= DECISIVE_ROUNDS:
-                break
+        leaving: list[Series] = []
+        for series in sorted(seconds, key=lambda one: -seconds[one]):
+            if (self.fewest - rounds + 1) * whole <= left:  # a judged sample of each follows the rounds
+                return leaving
             leaving, whole = [*leaving, series], whole - seconds[series]
-        return leaving
+        return []  # nobody could be decided
 
     def _turn_seconds(self, series: Series) -> float:
-        """About what its turn in a round takes, and that of the baseline beside it."""
+        """Estimates how long its turn in a round takes, together with the baseline beside it."""
         partner = self.measured.partner(series)
         both = {series} if partner == self.baseline else {series, partner}
         return sum(
@@ -318,23 +324,35 @@ class _Rounds:
             for one in both
         )
 
+    def _judging_seconds(self) -> float:
+        return self.setup.judging_seconds([series.implementation for series in self.alive])
+
+    def _last_oracles(self) -> float:
+        """What the last checks add to the samples: their right results, unless they are known (_finish)."""
+        outside, known = self.setup.outside, self.setup.judge.knows
+        asked = [
+            series.implementation
+            for series in self.alive
+            if series.implementation in outside or not known(*GATE_CALLS[0], series.implementation)
+        ]
+        return self.setup.judging_seconds(asked)
+
     def _why_stop(self, rounds: int) -> str | None:
         experiment, budget, others = self.experiment, self.setup.budget, self.alive[1:]
-        # what follows the rounds: a judged sample of each, about as long as another round and an oracle
-        now = time.perf_counter()
-        late = now + 1.5 * self.longest_round + self.setup.judge.oracle_seconds >= self.deadline
+        # what follows the rounds: a judged sample of each, about as long as another round
+        now, oracles = time.perf_counter(), self._last_oracles()
+        oracles += self._judging_seconds() if rounds in self.judged else 0.0
+        late = now + 1.5 * self.longest_round + oracles >= self.deadline
         if late and rounds < MIN_ROUNDS and len(others) > 1:
             slowest = max(others, key=lambda series: median(self._here(series)))
             over = f"the time was over after {rounds} rounds; --seconds gives more"
-            self._drop(slowest.implementation, SubjectError(Status.NO_TIME, over))
+            self._drop(slowest.implementation, ImplementationError(Status.NO_TIME, over))
         elif rounds < MIN_ROUNDS and now > self.deadline + (LATEST - 1) * budget.seconds:
             over = f"{rounds} rounds took all the time; --seconds gives more"
-            raise BaselineError(SubjectError(Status.NO_TIME, over), self.asked)
-        enough = max(experiment.min_rounds, self.fewest)
-        if late:  # a few rounds more are worth their time if they bring a verdict
-            soon = (self.fewest - rounds) * self.longest_round <= OVERTIME * budget.seconds
-            enough = self.fewest if soon else min(MIN_ROUNDS, experiment.max_rounds)
-        if rounds < enough:
+            raise BaselineError(ImplementationError(Status.NO_TIME, over), self.asked)
+        if rounds < (
+            min(MIN_ROUNDS, experiment.max_rounds) if late else max(experiment.min_rounds, self.fewest)
+        ):
             return None
         if rounds < self.next_look and not late and rounds < experiment.max_rounds:
             return None
@@ -355,7 +373,8 @@ class _Rounds:
         return reason
 
     def _finish(self, leaving: Sequence[Series]) -> None:
-        """After their last round, check again: one call, the clocks, the threads, the baseline beside."""
+        """After the last round, repeats four checks: one result, the clocks, the threads, the baseline beside
+        it."""
         if not leaving:
             return
         first, place = self._numbers_for(leaving)
@@ -378,15 +397,16 @@ class _Rounds:
         low, high = apart.interval
         if low > MAX_APART or high < 1 / MAX_APART:
             reason = f"the baseline takes {apart.ratio:.2f} times as long beside it as elsewhere"
-            raise SubjectError(Status.SUSPECT, reason)
+            raise ImplementationError(Status.SUSPECT, reason)
 
     def _check_weights(self) -> None:
-        """Once for each process: sums over all the weights take a while. So of several subjects in a process
-        nobody knows which one changed them. All fail, also those that left early, and the reason says so."""
+        """Checks the weights once for each process, because sums over all weights take a while. If several
+        implementations share a process, nobody knows which one changed them. Then all of them fail, also
+        those that left early, and the reason says so."""
         for host in self.all_hosts():
             try:
                 host.check_weights()
-            except SubjectError as failure:
+            except ImplementationError as failure:
                 inside = [
                     one.implementation
                     for one in self.measured.samples
@@ -395,7 +415,7 @@ class _Rounds:
                 if len(inside) > 1:
                     names = ", ".join(one.text for one in inside)
                     reason = f"{failure.reason}: those of one of {names}, which share a process"
-                    failure = SubjectError(failure.status, reason)
+                    failure = ImplementationError(failure.status, reason)
                 if self.baseline.implementation in inside:
                     raise BaselineError(failure, inside) from None
                 for one in inside:
@@ -416,7 +436,7 @@ class MemoryWatch:
         # in a shared process one may fill what another freed, so the process itself must have grown too
         if kept > LEAK_BYTES and reading.rss_after - began > LEAK_BYTES:
             reason = f"it keeps memory from call to call: {kept / 2**30:.1f} GiB over the rounds"
-            raise SubjectError(Status.SUSPECT, reason)
+            raise ImplementationError(Status.SUSPECT, reason)
 
     def forget(self, series: Series) -> None:
         """Its process is a new one."""

@@ -1,4 +1,4 @@
-"""What may disturb a measurement: at one moment, and between two of them."""
+"""Signs that other work disturbs a measurement: system load, stolen CPU time, throttling."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ class NoiseDuring:
 
     @property
     def throttles(self) -> int | None:
-        """Times a core slowed itself down in between; None if the system does not report it."""
+        """How many times a core slowed itself down in between; None if the system does not report it."""
         if self.before.throttle_count is None or self.after.throttle_count is None:
             return None
         return max(0, self.after.throttle_count - self.before.throttle_count)
 
     def complaints(self, cores: int, threads: int = 1) -> list[str]:
-        """Complaints in words. `threads` is the load that the run itself causes."""
+        """Says what disturbed the run. `threads` is the load that the run itself causes."""
         complaints = []
         if self.load_before > MAX_LOAD_PER_CORE * cores:
             complaints.append(
@@ -128,7 +128,7 @@ class Neighbours:
         return None
 
     def _counters(self) -> tuple[float, float]:
-        """Processor time of others so far, and stolen time."""
+        """Returns the processor time of other processes so far, and the stolen time."""
         times = psutil.cpu_times()
         idle = ("idle", "iowait", "steal", "guest", "guest_nice")  # guests are counted in user already
         waiting = sum(getattr(times, name, 0.0) for name in idle)

@@ -1,4 +1,4 @@
-"""The outcome of a measured cell: frozen values that the runner makes for records and tables."""
+"""The outcome of a measured cell: frozen values that the runner makes, for records and tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Direction: TypeAlias = Literal["forward", "backward", "train"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Rates from the median time of a subject; None if it was not timed or has no such work.
+    """Rates from the median time of an implementation; None if it was not timed or has no such work.
 
     A combine of 16 tokens, D=32, K=2 in 25 us: Rates(tokens_per_second=6.4e5, flops_per_second=8.2e7, ...).
     """
@@ -45,14 +45,27 @@ class Wire:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubjectOutcome:
+class Operation:
+    """What torch.profiler saw of an operation in one call, on average: Operation(calls=4, self_seconds=0.009,
+    seconds=0.01, ...). seconds: with all operations inside it; memory_bytes: allocated less freed."""
+
+    calls: float
+    self_seconds: float
+    seconds: float
+    device_seconds: float
+    memory_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImplementationOutcome:
     """One implementation in one cell. samples and comparison are empty unless status is PASSED.
 
-    SubjectOutcome(subject=ImplementationRef(name="index_add"), label="index_add", status=Status.PASSED,
+    ImplementationOutcome(implementation=ImplementationRef(name="index_add"), label="index_add",
+    status=Status.PASSED,
                    samples=(0.00103, 0.00101, ...), ...): seconds per call, one for each round.
     """
 
-    subject: ImplementationRef
+    implementation: ImplementationRef
     label: str
     status: Status
     reason: str = ""
@@ -72,6 +85,7 @@ class SubjectOutcome:
     calls_per_sample: int = 1
     samples: tuple[float, ...] = ()
     stages: Mapping[str, float] = field(default_factory=dict)
+    profile: Mapping[str, Operation] = field(default_factory=dict)  # by name, if it was profiled
     comparison: Comparison | None = None
     cost: Cost = field(default_factory=Cost)
     floor_seconds: float | None = None  # nothing honest is below it
@@ -94,7 +108,8 @@ class SubjectOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class CellOutcome:
-    """One cell, measured: its subjects in the order asked for, then the further copies of the baseline.
+    """The result of one cell. Implementations come in the requested order, then the further copies of the
+    baseline.
 
     notes: what a reader must know, in sentences: a baseline that was replaced, a busy machine.
     environment: what the machine it ran on was, as environment_document gives it; None if that is this one.
@@ -102,7 +117,7 @@ class CellOutcome:
 
     experiment: Experiment
     identity: Identity
-    outcomes: tuple[SubjectOutcome, ...]
+    outcomes: tuple[ImplementationOutcome, ...]
     rounds: int = 0
     rounds_by_process: tuple[int, ...] = ()
     stop_reason: str = ""
@@ -118,7 +133,7 @@ class CellOutcome:
     def direction(self) -> Direction:
         return cast(Direction, self.experiment.direction)
 
-    def rates(self, one: SubjectOutcome) -> Rates:
+    def rates(self, one: ImplementationOutcome) -> Rates:
         if not one.samples:
             return Rates()
         case, seconds = self.experiment, median(one.samples)
@@ -131,30 +146,33 @@ class CellOutcome:
         )
 
     @property
-    def subjects(self) -> tuple[SubjectOutcome, ...]:
+    def implementations(self) -> tuple[ImplementationOutcome, ...]:
         """The outcomes without the further copies of the baseline."""
         return tuple(o for o in self.outcomes if o.role in ("baseline", "candidate"))
 
     @property
-    def baseline(self) -> SubjectOutcome | None:
+    def baseline(self) -> ImplementationOutcome | None:
         return next((o for o in self.outcomes if o.role == "baseline"), None)
 
-    def against(self, one: SubjectOutcome) -> SubjectOutcome | None:
-        """What its ratio is to, timed by the same clock: the baseline, or that beside it."""
-        apart = (other for other in self.outcomes if other.beside == one.subject and other.role == "beside")
+    def against(self, one: ImplementationOutcome) -> ImplementationOutcome | None:
+        """Returns what its ratio compares with, timed by the same clock: the baseline, or the copy of it that
+        ran beside."""
+        apart = (
+            other for other in self.outcomes if other.beside == one.implementation and other.role == "beside"
+        )
         return None if one.comparison is None else next(apart, self.baseline)
 
     @property
-    def twin(self) -> SubjectOutcome | None:
+    def twin(self) -> ImplementationOutcome | None:
         return next((o for o in self.outcomes if o.role == "twin"), None)
 
     def to_json(self) -> str:
-        """For another machine. What is infinite becomes null."""
+        """Writes it for another machine. Infinite numbers become null."""
         return _OUTCOME.dump_json(self).decode()
 
     @staticmethod
     def from_json(text: str | bytes) -> CellOutcome:
-        """ValueError, in a sentence, if it is not an outcome that names the machine it ran on."""
+        """Reads it. ValueError, with a sentence, if it is no outcome that names the machine it ran on."""
         if len(text) > MAX_OUTCOME_BYTES:
             raise ValueError(f"this is not an outcome: it has over {MAX_OUTCOME_BYTES:,} bytes")
         try:
@@ -167,7 +185,7 @@ class CellOutcome:
         asked = set(outcome.experiment.implementations)
         if asked - outcome.identity.sources.keys() or asked - outcome.identity.contracts.keys():
             raise ValueError("this is not an outcome: an implementation of its cell has no hash")
-        if not {one.subject for one in outcome.outcomes} <= asked or outcome.weather is None:
+        if not {one.implementation for one in outcome.outcomes} <= asked or outcome.weather is None:
             raise ValueError(
                 "this is not an outcome: it is not that of its cell, or says nothing of the noise"
             )

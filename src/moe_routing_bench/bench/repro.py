@@ -34,16 +34,18 @@ def repro_command(experiment: Experiment, implementation: ImplementationRef) -> 
 
 
 def _sizes(case: Experiment) -> list[str]:
-    """Its sizes, by a name if there is one: fewer options, and the same name in the key."""
+    """Returns the sizes as options, by a name if there is one. That needs fewer options and gives the same
+    name in the key."""
     s = case.shape
     if case.checkpoint:
         return ["--checkpoint", case.checkpoint, "--layer", str(case.checkpoint_layer), "--tokens", str(s.T)]
     name = _unstored(case.scaled_from if case.fewer_tokens else case.case, case.store)
     if (known := _known(name)) is not None:
-        words = option_words(case, "what", beside=values_of(known))
+        beside = values_of(known)
         if known.shape == s:
-            return ["--case", name, "--full", *words]
+            return ["--case", name, "--full", *option_words(case, "what", beside=beside)]
         if case.fewer_tokens:
+            words = option_words(case, "what", beside=beside | {"sequences": case.sequences})
             model = name.partition("/")[0]
             few = ["--model", model, "--tokens", str(s.T)] if model in MODELS else ["--case", name]
             return [*few, *words]
@@ -55,7 +57,7 @@ def _sizes(case: Experiment) -> list[str]:
 
 
 def _unstored(name: str, store: str) -> str:
-    """The name without the format that --store adds to it."""
+    """Returns the name without the format that --store adds to it."""
     return name.removesuffix(f"-{store}") if store else name
 
 

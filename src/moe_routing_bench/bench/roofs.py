@@ -114,8 +114,8 @@ class Roofs(BaseModel):
         return max(self.read_bytes[threads], self.copy_bytes[threads])
 
     def bandwidth(self, working_set: float, threads: int) -> float:
-        """Bytes per second if so many bytes are touched again and again: between two rungs of the ladder a
-        straight line over logarithms; beyond its ends as there."""
+        """Bytes per second if so many bytes are read again and again. Between two rungs of the ladder it
+        follows a straight line over logarithms; beyond the ends it stays the same."""
         rungs = sorted(self.ladder[threads].items())
         place = bisect(rungs, (working_set, math.inf))
         if place in (0, len(rungs)):
@@ -125,8 +125,9 @@ class Roofs(BaseModel):
         return math.exp(math.log(fast) * (1 - share) + math.log(slow) * share)
 
     def best_of_both(self, other: Self | None) -> Self:
-        """The higher rate of each kind: others can only lower a rate. Beside roofs of a quiet machine, a rate
-        that only a busy one gave is left out; what was measured in another way is replaced."""
+        """Keeps the higher rate of each kind, because other work can only lower a rate. If one of them was
+        measured on a quiet machine, a rate that only a busy machine gave is left out. A rate measured in
+        another way is replaced."""
         if other is None or other.how != self.how:
             return self
         if self.busy and not other.busy:
@@ -209,7 +210,7 @@ def _by_library(
 
 
 def _work(library: ctypes.CDLL, unit: Unit) -> float:
-    """Operations in a step of the unit; 0 if this processor or system has no such unit."""
+    """Returns the operations in a step of the unit; 0 if this processor or system has no such unit."""
     if unit.flag and unit.flag not in this_machine().instructions:
         return 0.0
     if unit.flag.startswith("amx") and cpp.best_level() != "amx":
@@ -218,8 +219,8 @@ def _work(library: ctypes.CDLL, unit: Unit) -> float:
 
 
 def _by_torch(threads: tuple[int, ...], on_step: Callable[[str], None]) -> dict[str, Any]:
-    """Numbers of 16 bits can be multiplied as float32, so their roof is not lower, even if torch's product
-    is."""
+    """Measures with torch. Numbers of 16 bits can be multiplied as float32, so their roof is never lower than
+    that of float32, even if torch's own product is."""
     read: dict[int, float] = {}
     copy: dict[int, float] = {}
     gemm: dict[str, dict[int, float]] = {name: {} for name in DTYPES}
@@ -238,7 +239,7 @@ def _by_torch(threads: tuple[int, ...], on_step: Callable[[str], None]) -> dict[
 def take_roofs(
     machine: Machine, stored: Roofs | None, on_step: Callable[[str], None] = lambda what: None
 ) -> Roofs:
-    """Measure, and keep the best of this and what is stored."""
+    """Measures the roofs and stores the best of the new and the stored ones."""
     measured = measure_roofs(machine.name, tuple(sorted({1, machine.cores})), on_step)
     roofs = measured.best_of_both(stored)
     store_roofs(roofs)
@@ -246,8 +247,8 @@ def take_roofs(
 
 
 def roofs_now(machine: Machine, seconds: float, on_retake: Callable[[], None] = lambda: None) -> Roofs | None:
-    """What is stored; if that should be measured again, the machine is quiet now and the user gave enough
-    seconds, it is. None if nothing was ever measured here."""
+    """Returns the stored roofs. It measures them again if they are stale, the machine is quiet now and the
+    user gave enough seconds. None if they were never measured here."""
     stored = stored_roofs(machine.name)
     if stored is None or not stored.stale or seconds < MIN_SECONDS:
         return stored
@@ -268,7 +269,7 @@ def percent_of_roof(share: float, busy: bool) -> str:
 
 
 def stored_roofs(machine: str) -> Roofs | None:
-    """What `mrb doctor` measured here before. ValueError says what is wrong with a bad file."""
+    """Reads what `mrb doctor` measured here before. ValueError says what is wrong with a bad file."""
     path = roofs_path(machine)
     if not path.exists():
         return None
@@ -295,8 +296,8 @@ def roofs_path(machine: str) -> Path:
 
 
 def _higher(one: dict[Any, Any], other: dict[Any, Any], alone: bool = False) -> dict[Any, Any]:
-    """The higher rate of each kind that one of them has, or if alone of those the first has; inside other
-    dicts too."""
+    """Returns the higher rate of each kind, inside nested dicts too. With `alone`, only kinds that the first
+    one has count."""
     both = {**({} if alone else other), **one}
     for name in sorted(one.keys() & other.keys()):
         a, b = one[name], other[name]
@@ -305,7 +306,7 @@ def _higher(one: dict[Any, Any], other: dict[Any, Any], alone: bool = False) -> 
 
 
 def _gemm_rate(dtype: torch.dtype) -> float:
-    """The best of all sizes; after one that takes long, larger ones are left out."""
+    """Returns the best rate of all sizes. After a size that takes long, larger ones are left out."""
     best = 0.0
     for size in GEMM_SIZES:
         a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
@@ -317,7 +318,8 @@ def _gemm_rate(dtype: torch.dtype) -> float:
 
 
 def _best(run: Callable[[], object]) -> float:
-    """Seconds of the fastest of TRIES calls after the first; a long first call is not repeated."""
+    """Returns the seconds of the fastest of TRIES calls after the first. If the first call is long, it is not
+    repeated."""
     times: list[float] = []
     while len(times) <= TRIES and sum(times) < MAX_SECONDS:
         started = time.perf_counter()

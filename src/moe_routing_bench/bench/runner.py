@@ -1,4 +1,4 @@
-"""run_cell measures a cell: first every subject alone, then all that passed together."""
+"""run_cell measures a cell: it tries every implementation alone, then times all that passed together."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from moe_routing_bench.bench.hosts.shared import Reuse, SharedHost
 from moe_routing_bench.bench.identity import Identity, identify
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.judging import Judge
-from moe_routing_bench.bench.measure import DECISIVE_ROUNDS, WARM_SAMPLES, BaselineError, measure
+from moe_routing_bench.bench.measure import RESERVE, WARM_SAMPLES, BaselineError, measure
 from moe_routing_bench.bench.noise import NoiseDuring, noise_now
-from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome, Wire
+from moe_routing_bench.bench.outcome import CellOutcome, ImplementationOutcome, Wire
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.series import Measured, Series
 from moe_routing_bench.bench.setup import Setup, Trial, Watch
 from moe_routing_bench.bench.spans.span import Load, Span, all_threads, is_ours, ranked, span_named
-from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.bench.trial import slow_reason, try_alone
 from moe_routing_bench.bench.verdict import MIN_ROUNDS, Comparison, Paired, aa_floor, compare_cell
 from moe_routing_bench.core.cost import Cost
@@ -38,7 +38,7 @@ from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """How a subject stands so far: Standing(label="native", seconds=0.012, ratio=0.31)."""
+    """How an implementation stands so far: Standing(label="native", seconds=0.012, ratio=0.31)."""
 
     label: str
     seconds: float
@@ -120,7 +120,7 @@ def run_cell(
                 s: floor_seconds(experiment, facts[s.question][0], roofs) for s in experiment.implementations
             }
             _try_all(shared, floors, on_progress)
-            alive = [subject for subject, trial in setup.trials.items() if trial.passed]
+            alive = [implementation for implementation, trial in setup.trials.items() if trial.passed]
             if for_rounds is not None:
                 budget.leave(for_rounds(_deciding_seconds(setup, alive)))
             measured = _rounds(shared, alive, floors, on_progress)
@@ -149,8 +149,8 @@ def run_cell(
 
 
 def _shared_host(setup: Setup, ours: tuple[ImplementationRef, ...], reuse: Reuse) -> SharedHost:
-    """The host of our own code. That of ranks is loaded by its name: only the key of a cell that has ranks
-    depends on it (ParallelSpan.roots)."""
+    """Returns the host of our own code. The host of ranks is loaded by its name, so that only the key of a
+    cell with ranks depends on it (ParallelSpan.roots)."""
     if not ranked(setup.experiment):
         return SharedHost(setup, ours, reuse)
     ranks = importlib.import_module("moe_routing_bench.bench.hosts.ranks")
@@ -159,7 +159,7 @@ def _shared_host(setup: Setup, ours: tuple[ImplementationRef, ...], reuse: Reuse
 
 
 def _cores(experiment: Experiment, inputs: Inputs, reuse: Reuse) -> tuple[int, ...]:
-    """Takes what the cell before left; the cores are then those of its process."""
+    """Takes over what the cell before left. Then the cores are those of its process."""
     if reuse.fits(experiment, inputs) and reuse.child is not None and reuse.inputs is not None:
         inputs.take_weights(reuse.inputs)
         return reuse.child.cores
@@ -167,36 +167,39 @@ def _cores(experiment: Experiment, inputs: Inputs, reuse: Reuse) -> tuple[int, .
 
 
 def _try_all(shared: SharedHost, floors: Floors, on_progress: OnProgress) -> None:
-    """A trial of every subject, as long as those before it can still have their few rounds; of the second,
-    as long as there is any time."""
+    """Tries one implementation after the other, as long as those before it can still have their few rounds.
+    The second one is tried if there is any time."""
     setup, trials = shared.setup, shared.setup.trials
-    for index, subject in enumerate(setup.experiment.implementations):
-        on_progress(_progress(f"trying {subject.text}", setup.budget))
+    for index, implementation in enumerate(setup.experiment.implementations):
+        on_progress(_progress(f"trying {implementation.text}", setup.budget))
         passed = [s for s, trial in trials.items() if trial.passed]
         if index and _least_seconds(setup, passed[1:] and passed) > setup.budget.left:
             reason = (
                 f"the trials of {index} others took {setup.budget.used:.0f} s, and what is left is for their "
                 "rounds; --seconds gives more"
             )
-            trials[subject] = _no_time(subject, reason)
+            trials[implementation] = _no_time(implementation, reason)
             continue
-        if setup.too_slow(least := shared.reuse.at_least(subject, setup.experiment)):
-            trials[subject] = _no_time(subject, f"with fewer tokens, {slow_reason(least, setup)}")
+        if setup.too_slow(least := shared.reuse.at_least(implementation, setup.experiment)):
+            trials[implementation] = _no_time(
+                implementation, f"with fewer tokens, {slow_reason(least, setup)}"
+            )
             continue
-        trials[subject] = trial = try_alone(shared, subject)
+        trials[implementation] = trial = try_alone(shared, implementation)
         if trial.passed:
             setup.best_seconds = min(setup.best_seconds, trial.call_seconds)
     _hold_to_the_floor(setup, {s: t.call_seconds for s, t in trials.items() if t.passed}, floors)
 
 
-def _no_time(subject: ImplementationRef, reason: str) -> Trial:
-    return Trial(status=Status.NO_TIME, reason=reason, about=Described(label=subject.text))
+def _no_time(implementation: ImplementationRef, reason: str) -> Trial:
+    return Trial(status=Status.NO_TIME, reason=reason, about=Described(label=implementation.text))
 
 
 def _rounds(
     shared: SharedHost, alive: list[ImplementationRef], floors: Floors, on_progress: OnProgress
 ) -> Measured | None:
-    """Rounds over `alive`, from which failures are removed; again without the baseline if that fails."""
+    """Times the implementations in `alive` in rounds and removes those that fail. If the baseline fails, it
+    starts again without it."""
     setup = shared.setup
     while alive:
         _make_room(setup, alive)
@@ -206,23 +209,23 @@ def _rounds(
                 lambda done, now: on_progress(_progress(f"round {done}", setup.budget, _standing(now))),
             )  # fmt: skip
         except BaselineError as blame:
-            for subject in blame.subjects:
-                _fail(setup, subject, blame.failure)
-                alive.remove(subject)
+            for implementation in blame.implementations:
+                _fail(setup, implementation, blame.failure)
+                alive.remove(implementation)
             continue
-        for subject, failure in measured.failed.items():
-            _fail(setup, subject, failure)
-            alive.remove(subject)
+        for implementation, failure in measured.failed.items():
+            _fail(setup, implementation, failure)
+            alive.remove(implementation)
         times = {s: median(measured.samples[measured.of(s)].seconds) for s in alive}
         _hold_to_the_floor(setup, times, floors)
-        alive[:] = [subject for subject in alive if setup.trials[subject].passed]
+        alive[:] = [implementation for implementation in alive if setup.trials[implementation].passed]
         if alive and alive[0] == measured.baseline.implementation:
             return measured
     return None
 
 
 def _make_room(setup: Setup, alive: list[ImplementationRef]) -> None:
-    """The slowest give up their place until a few rounds of each fit into the time left."""
+    """Drops the slowest implementations until a few rounds of each fit into the time left."""
     while len(alive) > 2 and _least_seconds(setup, alive) > setup.budget.left:
         slowest = max(alive[1:], key=lambda s: setup.trials[s].call_seconds)
         reason = (
@@ -234,27 +237,26 @@ def _make_room(setup: Setup, alive: list[ImplementationRef]) -> None:
 
 
 def _least_seconds(setup: Setup, alive: list[ImplementationRef]) -> float:
-    """About how long the fewest rounds take that give each a place, with a last judged sample."""
+    """Estimates how long the fewest rounds take that give each implementation a time, with a last judged
+    sample."""
     if not alive:
         return 0.0
-    judging = setup.experiment.checked * len({s.question for s in alive}) * setup.judge.oracle_seconds
-    return (MIN_ROUNDS + 1) * sum(setup.round_seconds(alive).values()) + judging
+    rounds = (MIN_ROUNDS + 1) * sum(setup.round_seconds(alive).values())
+    return rounds + setup.all_judging_seconds(alive)
 
 
 def _deciding_seconds(setup: Setup, alive: list[ImplementationRef]) -> float:
     """About how long the rounds take that decide every comparison, and what precedes and follows them. Slow
     ones leave as soon as they have a place."""
-    slow = setup.slow_ones(alive)
-    turns = setup.round_seconds(alive)
-    rounds = {s: MIN_ROUNDS if s in slow else DECISIVE_ROUNDS + WARM_SAMPLES for s in alive}
-    return (
-        sum((rounds[s] + 1) * turns[s] for s in alive) + setup.experiment.checked * setup.judge.oracle_seconds
-    )
+    slow, turns = setup.slow_ones(alive), setup.round_seconds(alive)
+    decided = setup.deciding_rounds(len(alive)) + WARM_SAMPLES
+    rounds = sum(((MIN_ROUNDS if s in slow else decided) + 1) * turns[s] for s in alive)
+    return (rounds + setup.all_judging_seconds(alive)) / (1 - RESERVE)
 
 
-def _fail(setup: Setup, subject: ImplementationRef, failure: SubjectError) -> None:
+def _fail(setup: Setup, implementation: ImplementationRef, failure: ImplementationError) -> None:
     reason = f"{failure.reason} (during the rounds)"
-    setup.trials[subject] = replace(setup.trials[subject], status=failure.status, reason=reason)
+    setup.trials[implementation] = replace(setup.trials[implementation], status=failure.status, reason=reason)
 
 
 def _progress(what: str, budget: Budget, standing: tuple[Standing, ...] = ()) -> Progress:
@@ -280,18 +282,19 @@ def _not_run(
     stop_reason: str,
     weather_span: NoiseDuring,
 ) -> CellOutcome:
-    """The outcome if these sizes cannot have the workload, or the time is over. It must not end a sweep."""
+    """Returns the outcome of a cell that cannot have this workload, or whose time is over. Such a cell must
+    not end a sweep."""
     return CellOutcome(
         experiment=experiment,
         identity=identity,
         outcomes=tuple(
-            SubjectOutcome(
-                subject=subject,
-                label=subject.text,
+            ImplementationOutcome(
+                implementation=implementation,
+                label=implementation.text,
                 status=status,
                 reason=reason,
             )
-            for subject in experiment.implementations
+            for implementation in experiment.implementations
         ),
         stop_reason=stop_reason,
         weather=weather_span,
@@ -301,13 +304,13 @@ def _not_run(
 def _outcomes(
     setup: Setup, measured: Measured | None, alive: list[ImplementationRef],
     facts: Mapping[Question, WorkAndLoad], floors: Floors, roofs: Roofs | None,
-) -> tuple[SubjectOutcome, ...]:  # fmt: skip
-    """Of all subjects, then of the further copies of the baseline."""
+) -> tuple[ImplementationOutcome, ...]:  # fmt: skip
+    """Returns the outcomes of all implementations, then those of the further copies of the baseline."""
     outcomes = []
-    for subject in setup.experiment.implementations:
-        trial, (cost, load) = setup.trials[subject], facts[subject.question]
+    for implementation in setup.experiment.implementations:
+        trial, (cost, load) = setup.trials[implementation], facts[implementation.question]
         about: dict[str, Any] = {
-            "subject": subject,
+            "implementation": implementation,
             "label": trial.about.label,
             "status": trial.status,
             "reason": trial.reason,
@@ -323,10 +326,10 @@ def _outcomes(
             "log_tail": trial.log_tail,
         }
         if trial.passed and measured is not None:
-            series = measured.of(subject)
+            series = measured.of(implementation)
             seen = measured.samples[series]
-            least = roof_seconds(setup.experiment, subject, cost, roofs)
-            wire = setup.judge.span.wire(subject, setup.judge.inputs)
+            least = roof_seconds(setup.experiment, implementation, cost, roofs)
+            wire = setup.judge.span.wire(implementation, setup.judge.inputs)
             about |= {
                 "role": series.role,
                 "checks": trial.checks,
@@ -335,7 +338,7 @@ def _outcomes(
                 "checked_timed_calls": seen.checked,
                 "samples": tuple(seen.seconds),
                 "stages": seen.stage_medians(),
-                "floor_seconds": floors[subject],
+                "floor_seconds": floors[implementation],
                 "roof_seconds": least,
                 "roof_busy": least is not None and roofs is not None and bool(roofs.busy),
                 "wire": None if wire is None else Wire(sent=wire[0], least=wire[1]),
@@ -343,15 +346,15 @@ def _outcomes(
             if trial.verdict is not None:
                 about |= {"max_error": trial.verdict.max_error, "max_bound": trial.verdict.max_bound}
                 about["error"] = trial.verdict.relative_error
-        outcomes.append(SubjectOutcome(**about))
+        outcomes.append(ImplementationOutcome(**about))
     if measured is None:
         return tuple(outcomes)
-    by_series = {measured.of(one.subject): one for one in outcomes if one.samples}
+    by_series = {measured.of(one.implementation): one for one in outcomes if one.samples}
     candidates = [series for series in by_series if series.role == "candidate"]
     compared = _compared(setup, measured, candidates)
     baseline = by_series[measured.baseline]
     for place, one in enumerate(outcomes):
-        series = measured.of(one.subject)
+        series = measured.of(one.implementation)
         if one.samples and series in compared:
             outcomes[place] = replace(one, comparison=compared[series])
     for series, seen in measured.samples.items():
@@ -374,7 +377,7 @@ def _outcomes(
 
 
 def _compared(setup: Setup, measured: Measured, candidates: list[Series]) -> dict[Series, Comparison]:
-    """The candidates and the twin, each with the baseline timed as it is."""
+    """Compares every candidate and the twin with the baseline that is timed in the same way."""
 
     def paired(series: Series) -> Paired:
         seen, against = measured.samples[series], measured.against(series)
@@ -394,10 +397,11 @@ def _noise_floor(measured: Measured) -> float:
     return aa_floor(*(measured.samples[one].seconds for one in (measured.baseline, measured.twin)))
 
 
-def work_and_load(span: Span, subject: ImplementationRef, inputs: Inputs) -> WorkAndLoad:
-    """Cost and load of a subject; empty if it cannot exist, and its trial says why."""
+def work_and_load(span: Span, implementation: ImplementationRef, inputs: Inputs) -> WorkAndLoad:
+    """Returns the cost and the load of an implementation; both are empty if it cannot exist, and its trial
+    reports why."""
     try:
-        cost, load = span.facts(subject, inputs)
+        cost, load = span.facts(implementation, inputs)
     except (ValueError, NotImplementedError):
         return Cost(), {}
     # backward has twice the products of forward and moves about as much; the floor must not be too high
@@ -406,19 +410,25 @@ def work_and_load(span: Span, subject: ImplementationRef, inputs: Inputs) -> Wor
 
 
 def _hold_to_the_floor(setup: Setup, times: Mapping[ImplementationRef, float], floors: Floors) -> None:
-    for subject, reason in too_fast(times, floors, setup.outside).items():
-        setup.trials[subject] = replace(setup.trials[subject], status=Status.SUSPECT, reason=reason)
+    for implementation, reason in too_fast(times, floors, setup.outside).items():
+        setup.trials[implementation] = replace(
+            setup.trials[implementation], status=Status.SUSPECT, reason=reason
+        )
 
 
-def _beaten_roofs(outcomes: tuple[SubjectOutcome, ...]) -> list[str]:
+def _beaten_roofs(outcomes: tuple[ImplementationOutcome, ...]) -> list[str]:
     timed = [one for one in outcomes if one.samples and one.role in ("baseline", "candidate")]
     return beaten_roofs(
-        {one.subject.text: (median(one.samples), one.roof_seconds) for one in timed if not one.roof_busy}
+        {
+            one.implementation.text: (median(one.samples), one.roof_seconds)
+            for one in timed
+            if not one.roof_busy
+        }
     )
 
 
 def _notes(
-    setup: Setup, alive: list[ImplementationRef], outcomes: tuple[SubjectOutcome, ...]
+    setup: Setup, alive: list[ImplementationRef], outcomes: tuple[ImplementationOutcome, ...]
 ) -> tuple[str, ...]:
     experiment, trials = setup.experiment, setup.trials
     notes = span_named(experiment.span).notes(experiment)
@@ -444,7 +454,8 @@ def _notes(
             f"with {all_threads(experiment)} threads in all"
         )
     wires = [
-        f"{one.subject.name} {one.wire.sent / 1e6:.3g} MB, {one.wire.sent / one.wire.least:.2f} of the least"
+        f"{one.implementation.name} {one.wire.sent / 1e6:.3g} MB, "
+        f"{one.wire.sent / one.wire.least:.2f} of the least"
         for one in outcomes
         if one.wire is not None and one.role != "twin" and one.wire.least
     ]

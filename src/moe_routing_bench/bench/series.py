@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal, TypeAlias
 
-from moe_routing_bench.bench.status import SubjectError
+from moe_routing_bench.bench.status import ImplementationError
 from moe_routing_bench.workloads.experiment import ImplementationRef
 
 Role: TypeAlias = Literal["baseline", "candidate", "twin", "beside"]
@@ -54,8 +54,8 @@ def lineup_of(
 
 
 def in_turn(lineup: Sequence[Series], dice: random.Random) -> list[Series]:
-    """A new order in which a series and the baseline beside it are neighbours: what disturbs one then
-    disturbs both."""
+    """Returns a new random order. A series and the baseline beside it stay neighbours, so that what disturbs
+    one disturbs both."""
     groups: dict[tuple[bool, ImplementationRef], list[Series]] = {}
     for series in dice.sample(lineup, len(lineup)):
         groups.setdefault((series.role == "twin", series.owner), []).append(series)
@@ -99,11 +99,11 @@ class Samples:
 
 @dataclass(kw_only=True)
 class Measured:
-    """What all rounds gave, the baseline first. Who left early has the samples of the first rounds; who
-    failed has none."""
+    """The samples of all rounds, the baseline first. An implementation that left early has the samples of the
+    first rounds only. One that failed has none."""
 
     samples: dict[Series, Samples]
-    failed: dict[ImplementationRef, SubjectError] = field(default_factory=dict)
+    failed: dict[ImplementationRef, ImplementationError] = field(default_factory=dict)
     rounds_by_process: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     stop_reason: str = ""
@@ -121,7 +121,7 @@ class Measured:
         return mine if mine in self.samples else self.baseline
 
     def partner(self, series: Series) -> Series:
-        """What it is compared with: the baseline timed the same way."""
+        """Returns what it is compared with: the baseline that is timed in the same way."""
         beside = Series("beside", self.baseline.implementation, series.implementation)
         return beside if beside in self.samples else self.baseline
 
@@ -130,7 +130,7 @@ class Measured:
         return self.samples[self.partner(series)].seconds[: len(self.samples[series].seconds)]
 
 
-def fewest_rounds(subjects: int) -> int:
-    """n rounds all on one side have the p-value 2 / 2^n, which must reach 1 % after the correction for so
+def fewest_rounds(implementations: int) -> int:
+    """If all n rounds are on one side, the p-value is 2 / 2^n. It must reach 1 % after the correction for so
     many comparisons."""
-    return math.ceil(math.log2(200 * max(1, subjects)))
+    return math.ceil(math.log2(200 * max(1, implementations)))

@@ -1,4 +1,5 @@
-"""What all trials and rounds of a cell share, what a trial found out, and about what the rounds will cost."""
+"""What all trials and rounds of a cell share, what a trial found out, and estimates of what the rounds will
+take."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.hosts.memory import can_freeze_and_read
 from moe_routing_bench.bench.hosts.messages import Described
 from moe_routing_bench.bench.judging import Judge
-from moe_routing_bench.bench.series import SAMPLE_OVERHEAD
+from moe_routing_bench.bench.series import SAMPLE_OVERHEAD, fewest_rounds
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.verdict import MIN_ROUNDS
 from moe_routing_bench.core.accuracy import Verdict
@@ -21,7 +22,7 @@ PATIENCE = 0.3  # the share of a cell's time that one trial may take
 FAR_BEHIND = 10.0  # so many times the best time
 MIN_LIMIT = 10.0  # seconds that a request may take even when the time is over
 NEAR = 4.0  # calls whose times differ by no more than this factor: a sample has the same number of both
-SLOW = 5.0  # so many times the best time, a subject leaves early
+SLOW = 5.0  # so many times the best time, an implementation leaves early
 
 Watch = Callable[[], str | None]
 
@@ -81,41 +82,47 @@ class Setup:
     outside: frozenset[ImplementationRef] = frozenset()
     sources: Mapping[ImplementationRef, str] = field(default_factory=dict)
     trials: dict[ImplementationRef, Trial] = field(default_factory=dict)
+    described: dict[ImplementationRef, Described] = field(default_factory=dict)  # those in their trial too
     numbers: Numbers = field(default_factory=Numbers)
     best_seconds: float = math.inf  # of a call, of those tried so far
 
     def too_slow(self, call_seconds: float) -> bool:
-        """Is it far behind, and would its trial and the fewest rounds take the time of the others?"""
+        """True if it is far behind, and its trial and the fewest rounds would take the time of the others."""
         needed = (len(GATE_CALLS) + MIN_ROUNDS + 2) * call_seconds
         return call_seconds > FAR_BEHIND * self.best_seconds and needed > PATIENCE * self.budget.seconds
 
+    def about(self, implementation: ImplementationRef) -> Described:
+        """Returns what it declared in its trial."""
+        return self.described.get(implementation) or self.trials[implementation].about
+
     @property
     def can_freeze(self) -> bool:
-        """Can the parent itself time code from outside here (hosts/isolated.py)?"""
+        """True if the parent itself can time code from outside here (hosts/isolated.py)."""
         return self.experiment.device == "cpu" and can_freeze_and_read()
 
     @property
     def limit(self) -> float:
-        """Seconds for one request: a single call must not use up the whole budget and more."""
+        """Seconds for one request, so that a single call cannot use more than the whole budget."""
         return min(self.experiment.step_seconds, max(self.budget.left, MIN_LIMIT))
 
-    def calls(self, subject: ImplementationRef, baseline: ImplementationRef) -> int:
-        """Calls in a sample: the baseline's number, unless a subject is several times slower or faster.
+    def calls(self, implementation: ImplementationRef, baseline: ImplementationRef) -> int:
+        """Returns the calls in a sample: the baseline's number, unless the implementation is several times
+        slower or faster.
 
         The first call of a sample is slower than the rest, so the times of the same code with 16 and with 4
         calls differ by up to a tenth.
         """
-        mine, its = self.trials[subject], self.trials[baseline]
+        mine, its = self.trials[implementation], self.trials[baseline]
         near = 1 / NEAR <= mine.call_seconds / its.call_seconds <= NEAR
         return its.calls if near else mine.calls
 
-    def sample_seconds(self, subject: ImplementationRef, calls: int, call_seconds: float) -> float:
-        """About what a sample takes, with the call before it that fills the caches."""
-        before = 0 if self.trials[subject].long and subject not in self.outside else 1
+    def sample_seconds(self, implementation: ImplementationRef, calls: int, call_seconds: float) -> float:
+        """Estimates the seconds of a sample, with the call before it that fills the caches."""
+        before = 0 if self.trials[implementation].long and implementation not in self.outside else 1
         return (calls + before) * call_seconds + SAMPLE_OVERHEAD
 
     def round_seconds(self, alive: Sequence[ImplementationRef]) -> dict[ImplementationRef, float]:
-        """About how long each subject's part of a round takes, with that of the baseline's copies."""
+        """Estimates how long each implementation's part of a round takes, with the copies of the baseline."""
         seconds = {}
         for s in alive:
             copies = 2 if s == alive[0] or s in self.outside else 1
@@ -123,8 +130,29 @@ class Setup:
             seconds[s] = copies * sample
         return seconds
 
+    def deciding_rounds(self, implementations: int) -> int:
+        """Rounds that decide each comparison of so many, if all are on one side; time is shared by them."""
+        return min(fewest_rounds(implementations), self.experiment.max_rounds)
+
+    def judging_seconds(self, alive: Sequence[ImplementationRef]) -> float:
+        """About how long the right results of one call of each take: one for each question."""
+        oracles = 0 if self.judges_known(alive) else len({s.question for s in alive})
+        return oracles * self.judge.oracle_seconds
+
+    def judges_known(self, alive: Sequence[ImplementationRef]) -> bool:
+        """Are timed calls judged on inputs of the trials, whose right results are known? Those of our own
+        code are, if a sample is one call. Code from outside has never seen what it is judged on."""
+        if not self.outside.isdisjoint(alive) or any(self.calls(s, alive[0]) > 1 for s in alive):
+            return False
+        return all(self.judge.knows(*call, s) for call in GATE_CALLS for s in alive)
+
+    def all_judging_seconds(self, alive: Sequence[ImplementationRef]) -> float:
+        """The same for all their calls that are judged; of our own code, the last one's result is known."""
+        return (self.experiment.checked - self.outside.isdisjoint(alive)) * self.judging_seconds(alive)
+
     def slow_ones(self, alive: Sequence[ImplementationRef]) -> set[ImplementationRef]:
-        """Subjects so much slower than the best that a few rounds show it; none with the policy's `all`."""
+        """Returns the implementations that are so slow that a few rounds show it; none if the experiment says
+        `all`."""
         best = min((self.trials[s].call_seconds for s in alive), default=0.0)
         if self.experiment.all:
             return set()

@@ -52,7 +52,7 @@ class Code:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Versions of the other packages it imports, and of the compiler if it has C++ files."""
+        """Returns the versions of the other packages it imports, and of the compiler if it has C++ files."""
         names = {name for path in self.files for name in needs(path)[1]}
         compiled = any(path.suffix in CODE for path in self.files)
         compiler = {"compiler": compiler_version()} if compiled else {}
@@ -88,7 +88,7 @@ def _needs(path: Path, package: Path, changed: int, size: int) -> tuple[tuple[Pa
 
 
 def _modules(node: ast.AST) -> list[str]:
-    """Modules imported here; a name imported from a package may be a module too."""
+    """Returns the modules imported here. A name imported from a package may be a module too."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -109,8 +109,9 @@ def _files_of(module: str, package: Path) -> list[Path]:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """All plain files of a folder that kernels may load, but for hidden ones, what Python leaves behind, and
-    folders of results, which grow while they are measured. ValueError if there are too many."""
+    """Returns all plain files of a folder that kernels may load. It leaves out hidden files, what Python
+    leaves behind, and folders of results, which grow while they are measured. ValueError if there are too
+    many."""
     found: list[Path] = []
     for place, folders, names in os.walk(folder):
         if any(name.startswith("session=") for name in folders):
@@ -127,7 +128,8 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def folder_hash(folder: Path) -> str:
-    """Over the name and content of every file; the same wherever the folder lies, unless a file is big."""
+    """Hashes the name and content of every file. The hash does not depend on where the folder lies, unless a
+    file is big."""
     stamped = [(path, path.stat()) for path in files_in(folder)]
     return _folder_hash(folder, tuple((path, one.st_mtime_ns, one.st_size) for path, one in stamped))
 

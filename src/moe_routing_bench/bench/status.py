@@ -33,7 +33,7 @@ class Status(StrEnum):
     SUSPECT = "SUSPECT", "its time or behaviour is not believable, so no time is kept"
 
 
-class SubjectError(Exception):
+class ImplementationError(Exception):
     """Why an implementation gets no time: a status and a sentence.
 
     series: the one that failed, if it may be another than the one whose turn it is

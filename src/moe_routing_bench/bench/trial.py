@@ -1,163 +1,164 @@
-"""Tries each subject by itself: are its results right, does it behave, is its clock honest?
+"""Checks each implementation alone before timing: right results, no forbidden behaviour, an honest clock.
 
-Only subjects that pass take part in the rounds. Code from outside is tried in a process of its own. Our own
-implementations are tried one after another in one process, which then measures them too: making weights,
-packing them and importing libraries happens once.
+Only implementations that pass take part in the rounds. Code from outside is tried in a process of its own.
+Our own implementations are tried one after another in one process, which then measures them too: making
+weights, packing them and importing libraries happens once.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
-from moe_routing_bench.bench.hosts.children import Child
-from moe_routing_bench.bench.hosts.messages import Calibrated, Called, Described, KitRun, Loaded
-from moe_routing_bench.bench.hosts.shared import Reuse, SharedHost, audit, check_call, check_threads
-from moe_routing_bench.bench.hosts.shared_worker import MAX_CALLS
+from moe_routing_bench.bench.hosts.host import Host, Judged, Turn
+from moe_routing_bench.bench.hosts.messages import Described, KitRun
+from moe_routing_bench.bench.hosts.shared import Reuse, SharedHost
 from moe_routing_bench.bench.identity import folders_of
-from moe_routing_bench.bench.kit import PassedKits, judge_kit
+from moe_routing_bench.bench.kit import PassedKits
 from moe_routing_bench.bench.loaded import not_in_the_key
+from moe_routing_bench.bench.series import Series
 from moe_routing_bench.bench.setup import GATE_CALLS, PATIENCE, Numbers, Setup, Trial
-from moe_routing_bench.bench.sources import PACKAGE
 from moe_routing_bench.bench.spans.span import ranked, span_named
-from moe_routing_bench.bench.status import Status, SubjectError
-from moe_routing_bench.bench.untrusted import read_file
+from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.core.fork_server import server_harm
-from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.workloads.experiment import LONG_CALL, ImplementationRef
 
+# five thousand steps of the timer. Longer samples are no better: noise comes in bursts of many milliseconds,
+# so in the same time, samples of 16 calls give twice the variance of 1 to 4 (calls of 0.3 ms)
+SAMPLE_SECONDS = 5e-4
 
-class OutOfTimeError(SubjectError):
-    """Its trial took too long; its process has answered everything and can go on."""
+
+class OutOfTimeError(ImplementationError):
+    """The trial took too long. The process has answered everything and can go on."""
 
     def __init__(self, reason: str):
         super().__init__(Status.NO_TIME, reason)
 
 
-def try_alone(shared: SharedHost, subject: ImplementationRef) -> Trial:
-    """shared: the host of our own code"""
-    setup, outside = shared.setup, subject in shared.setup.outside
-    host = SharedHost(setup, (subject,)) if outside else shared
-    about = Described(label=subject.text)
+def try_alone(shared: SharedHost, implementation: ImplementationRef) -> Trial:
+    """Tries one implementation. `shared` is the host of our own code."""
+    setup, outside = shared.setup, implementation in shared.setup.outside
+    host = SharedHost(setup, (implementation,)) if outside else shared
+    series = Series("candidate", implementation)
+    about = Described(label=implementation.text)
     seen: dict[str, Any] = {}
-    child, harmless = None, True
+    harmless = True
     try:
         if outside and ranked(setup.experiment):
-            raise SubjectError(Status.UNSUPPORTED, "on several ranks code from outside is not measured")
+            raise ImplementationError(
+                Status.UNSUPPORTED, "on several ranks code from outside is not measured"
+            )
         if host.harm():
             host.end()
-        child, place = host.child, host.place(subject)
-        child.begin_watch()
-        about = child.ask("describe", Described, subject=place)
-        if outside:  # what it is called and where it comes from is not for itself to say
-            origin = "; ".join(sorted(set(span_named(setup.experiment.span).origins(subject.name))))
-            about = about.model_copy(update={"label": subject.name, "origin": origin})
-        kits, source = PassedKits(setup.experiment, outside=outside), setup.sources.get(subject, "")
-        known = bool(source) and kits.knows(subject, source)
-        shortest = _gate(child, place, subject, setup, shared.reuse, about, outside, seen)
-        if outside or not known:  # sums over all the weights take a while; the rounds end with one
+        about = host.describe(implementation)
+        if outside:  # it does not decide its own name and origin
+            origin = "; ".join(sorted(set(span_named(setup.experiment.span).origins(implementation.name))))
+            about = about.model_copy(update={"label": implementation.name, "origin": origin})
+        setup.described[implementation] = about
+        kits, source = PassedKits(setup.experiment, outside=outside), setup.sources.get(implementation, "")
+        known = bool(source) and kits.knows(implementation, source)
+        shortest = _first_calls(host, series, shared.reuse, outside, seen)
+        if outside or not known:  # summing all weights takes a while, and the rounds end with it
             host.check_weights()
         if outside or shortest < LONG_CALL:
-            seen["calls"], seen["call_seconds"] = _calibrate(child, place, Numbers(), outside)
+            most = (
+                1 if setup.experiment.cache != "hot" else host.max_calls
+            )  # caches are cold for the first call only
+            seen["calls"], short = calibrate(host, series, setup.numbers, most)
+            seen["call_seconds"] = host.audit(series, short) if outside else short
         else:
             seen["calls"], seen["call_seconds"] = 1, shortest
-        seen["peak_rss_bytes"] = child.peak_bytes()
-        child.called.add(place)
+        seen["peak_rss_bytes"], _ = host.memory_and_log()
         if not known:
             with setup.budget.paused() if setup.budget.kit_apart else nullcontext():
-                judged_here = outside and _may_judge_kit(subject, setup)
-                answer = child.ask("kit", KitRun, subject=place, name="kit" if judged_here else "")
+                answer = host.kit(implementation)
             check_kit(answer)
-            if judged_here:
-                _judge_kit(child, answer, subject, setup, about.ties)
             if source:
-                kits.add(subject, source)
+                kits.add(implementation, source)
         if outside or setup.experiment.include:
-            _check_loaded(child, subject, setup)
-        if not (outside and setup.can_freeze):  # what is frozen between turns may have threads that wait
-            check_threads(child)
-        if others := child.left_running():
-            raise SubjectError(Status.SUSPECT, f"it left {others} processes running")
+            _check_loaded(host.loaded(), implementation, setup)
+        if not (outside and setup.can_freeze):  # a frozen process may have threads that wait
+            host.check_threads()
+        if others := host.left_running():
+            raise ImplementationError(Status.SUSPECT, f"it left {others} processes running")
         if (touched := setup.watch()) is not None:
-            raise SubjectError(Status.SUSPECT, touched)
+            raise ImplementationError(Status.SUSPECT, touched)
         if outside and (harm := shared.harm() or server_harm()):
             reason = f"the process of other implementations {harm} while it was running"
-            raise SubjectError(Status.SUSPECT, reason)
-        seen["checks"] = _checks(subject, about, setup)
+            raise ImplementationError(Status.SUSPECT, reason)
+        seen["checks"] = _checks(implementation, about, setup)
         status, reason = Status.PASSED, ""
-    except SubjectError as failure:
+    except ImplementationError as failure:
         status, reason = failure.status, failure.reason
         harmless = isinstance(failure, OutOfTimeError) or status is Status.UNSUPPORTED
-    if child is not None:
-        seen.setdefault("peak_rss_bytes", child.peak_bytes())
-        seen["log_tail"] = child.log_tail()
+    peak_rss_bytes, seen["log_tail"] = host.memory_and_log()
+    seen.setdefault("peak_rss_bytes", peak_rss_bytes)
     if outside or not harmless:
         host.end()
     return Trial(status=status, reason=reason, about=about, **seen)
 
 
-def _gate(
-    child: Child, place: int, subject: ImplementationRef, setup: Setup, reuse: Reuse, about: Described,
-    outside: bool, seen: dict[str, Any],
-) -> float:  # fmt: skip
-    """Checks results on two inputs, the first twice, and that inputs, weights and settings are unchanged.
-    Returns the seconds of the shortest call."""
-    judge, began, shortest, before = setup.judge, setup.budget.used, math.inf, ""
+def _first_calls(
+    host: SharedHost, series: Series, reuse: Reuse, outside: bool, seen: dict[str, Any]
+) -> float:
+    """Judges calls on two inputs, the first one twice, and returns the seconds of the shortest call."""
+    setup, implementation = host.setup, series.implementation
+    began, shortest = setup.budget.used, math.inf
     first, second = GATE_CALLS
-    calls = (("first", first, False), ("second", second, True), ("again", first, True))
-    for name, (number, step), poison in calls:
-        if (used := setup.budget.used - began) > PATIENCE * setup.budget.seconds and place:
+    calls = [("first", first, False), ("second", second, True), ("again" if outside else "", first, True)]
+    if outside:  # a call must follow each judged one
+        calls.append(("", second, False))
+    judged: list[Judged] = []
+    for place, (name, (number, step), poison) in enumerate(calls):
+        used = setup.budget.used - began
+        if used > PATIENCE * setup.budget.seconds and host.place(implementation):
             raise OutOfTimeError(
                 f"its trial took {used:.0f} s, {seen['first_call']:.2g} s of it for one call; "
                 "--seconds gives more time"
             )
-        warm = name == "again" or (name == "second" and subject in reuse.call_seconds)
+        warm = place > 1 or (place == 1 and implementation in reuse.call_seconds)
         if warm and setup.too_slow(shortest):
             seen["call_seconds"] = shortest
             raise OutOfTimeError(slow_reason(shortest, setup))
-        answer = child.ask(
-            "gate", Called, subject=place, number=number, step=step, poison=poison, name=name, then=outside
-        )
-        if answer.unsupported is not None:
-            raise SubjectError(Status.UNSUPPORTED, answer.unsupported)
-        shortest = min(shortest, answer.seconds)
-        verdict = check_call(
-            child, judge, answer, name=name, number=number, step=step, subject=subject, ties=about.ties
-        )
-        if not seen:
-            seen |= {"verdict": verdict, "first_call": answer.seconds, "runs": answer.runs}
-        if answer.aliases:
-            raise SubjectError(Status.WRONG_STRUCTURE, "its result shares memory with an input")
-        if answer.changed:
-            changed = ", ".join(answer.changed)
-            raise SubjectError(Status.SUSPECT, f"it changed {changed} for everybody in its process")
-        earlier = name if outside else before
-        if (
-            earlier
-            and not about.reuses_output
-            and not _same_files(child.file(earlier), child.file(f"{earlier}-later"))
-        ):
-            raise SubjectError(Status.WRONG_VALUE, "the next call overwrote an earlier result")
-        before = name
-    files = child.file("first"), child.file("again")
+        turn = Turn(series=series, first=number, step=step, keep=0, hot=False, poison=poison, name=name)
+        shortest = min(shortest, (seconds := host.sample(turn).seconds))
+        judged.append(host.judge(turn))
+        if place == 0:
+            seen |= {"verdict": judged[0].verdict, "first_call": seconds, "runs": judged[0].runs}
     number, step = first
-    if about.deterministic and not judge.same_bits(*files, number=number, step=step, subject=subject):
-        raise SubjectError(Status.NONDETERMINISTIC, "a second run on the same input gave other bits")
+    files = judged[0].file, judged[2].file
+    deterministic = setup.about(implementation).deterministic
+    if deterministic and not setup.judge.same_bits(
+        *files, number=number, step=step, implementation=implementation
+    ):
+        raise ImplementationError(Status.NONDETERMINISTIC, "a second run on the same input gave other bits")
     return shortest
 
 
-def _checks(subject: ImplementationRef, about: Described, setup: Setup) -> tuple[str, ...]:
-    """What a subject that passed was checked for, here and in the rounds."""
-    span, outside = span_named(setup.experiment.span), subject in setup.outside
+def calibrate(host: Host, series: Series, numbers: Numbers, most: int) -> tuple[int, float]:
+    """Doubles the calls of a sample, up to `most`, until the sample is long enough for the clock. Returns the
+    calls and the seconds of one call. It takes the better of two samples, so that a single interruption does
+    not count as a slow call."""
+
+    def shorter(calls: int) -> float:
+        turns = [Turn(series=series, first=numbers.take(calls), calls=calls) for _ in range(2)]
+        return min(host.sample(turn).seconds for turn in turns)
+
+    calls, seconds = 1, shorter(1)
+    while calls * seconds < SAMPLE_SECONDS and calls < most:
+        calls = min(2 * calls, most)
+        seconds = shorter(calls)
+    return calls, seconds
+
+
+def _checks(implementation: ImplementationRef, about: Described, setup: Setup) -> tuple[str, ...]:
+    """What an implementation that passed was checked for, here and in the rounds."""
+    span, outside = span_named(setup.experiment.span), implementation in setup.outside
     timed_by_parent = outside and setup.can_freeze
     ran = {
         "right on two inputs": True,
-        "right on the kit's hard cases": bool(span.named(subject.name)),
+        "right on the kit's hard cases": bool(span.named(implementation.name)),
         "memory poisoned": True,
         "inputs unchanged": True,
         "weights unchanged": span.weights and not ranked(setup.experiment),
@@ -180,64 +181,20 @@ def slow_reason(call_seconds: float, setup: Setup) -> str:
 
 
 def check_kit(answer: KitRun) -> None:
-    """The hard cases of `mrb check`."""
+    """ImplementationError if it fails hard cases of `mrb check`."""
     if answer.failed:
         cases = answer.passed + answer.failed
         reason = f"it fails {answer.failed} of {cases} hard cases (`mrb check`): {answer.first}"
-        raise SubjectError(Status.WRONG_VALUE, reason)
+        raise ImplementationError(Status.WRONG_VALUE, reason)
 
 
-def _may_judge_kit(subject: ImplementationRef, setup: Setup) -> bool:
-    """Is what is right known without loading anything of it? Not for operations from outside, nor if it
-    stores weights in a format of its own."""
-    ops = {op for op, _ in span_named(setup.experiment.span).named(subject.name)}
-    ours = all(Path(all_ops()[op].file).is_relative_to(PACKAGE) for op in ops)
-    return ours and "store=" not in subject.name and setup.experiment.device == "cpu"
-
-
-def _judge_kit(child: Child, answer: KitRun, subject: ImplementationRef, setup: Setup, ties: str) -> None:
-    """What it says of the hard cases must be so."""
-    try:
-        judged, wrong = judge_kit(child.file("kit"), setup.experiment, subject, ties)
-    except (ValueError, SafetensorError) as error:
-        raise SubjectError(Status.WRONG_STRUCTURE, f"its results of the hard cases: {error}") from None
-    if wrong:
-        raise SubjectError(Status.WRONG_VALUE, f"it fails a hard case that it says it passes: {wrong}")
-    if judged < answer.passed:
-        reason = f"it says it passes {answer.passed} hard cases, and handed over results of {judged}"
-        raise SubjectError(Status.SUSPECT, reason)
-
-
-def _check_loaded(child: Child, subject: ImplementationRef, setup: Setup) -> None:
-    """All that its results hang on is in the resume key, or there is no time."""
-    files = (*child.ask("loaded", Loaded).files, *child.mapped())
-    folders = folders_of(span_named(setup.experiment.span), subject, setup.judge.inputs)
+def _check_loaded(files: tuple[str, ...], implementation: ImplementationRef, setup: Setup) -> None:
+    """ImplementationError if it loaded a file that is not in the resume key: a change there would go
+    unnoticed."""
+    folders = folders_of(span_named(setup.experiment.span), implementation, setup.judge.inputs)
     if strange := not_in_the_key(files, setup.experiment, folders):
-        raise SubjectError(
+        raise ImplementationError(
             Status.SUSPECT,
             f"it loaded {strange[0]}, which is not in the folder of --include-path: a change there would go "
             "unnoticed. Put it into the folder, under a name without a dot in front",
         )
-
-
-def _same_files(one: Path, other: Path) -> bool:
-    """Of two results, the first of which is judged: so its length is known to be reasonable."""
-    try:
-        first = read_file(one, sys.maxsize)
-        return first == read_file(other, len(first))
-    except ValueError:
-        return False
-
-
-def _calibrate(child: Child, place: int, numbers: Numbers, outside: bool) -> tuple[int, float]:
-    """Calls per sample and seconds per call; SubjectError if the child's clock and ours disagree."""
-    first = numbers.take(4 * MAX_CALLS)
-    calls = child.ask("calibrate", Calibrated, subject=place, first=first).calls
-
-    def sample() -> float:
-        first = numbers.take(calls)
-        timed, _ = child.sample(subject=place, first=first, step=0, calls=calls, keep=-1)
-        return timed.seconds / calls
-
-    short = min(sample(), sample())  # a single one may have been interrupted
-    return calls, audit(child, place, short, numbers) if outside else short

@@ -16,8 +16,8 @@ FIRST_WAIT, LONGEST_WAIT = 1e-3, 1e-2  # seconds between two looks at what else 
 def receive(
     pipe: int, sentinel: int, *, seconds: float, most_bytes: int, serve: Callable[[], bool] | None = None
 ) -> bytes:
-    """One message of multiprocessing's format. It never waits longer than `seconds`, also not for the second
-    half of a message.
+    """Reads one message of multiprocessing's format. It never waits longer than `seconds`, not even for the
+    second half of a message.
 
     sentinel: becomes readable when the sender's process has ended.
     serve: called now and then while waiting, more often as long as it says that there was something to do.

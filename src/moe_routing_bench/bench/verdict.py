@@ -96,7 +96,8 @@ def compare(
     confidence: float = CONFIDENCE,
     seed: int = 0,
 ) -> Comparison:
-    """One cell: times of A and B, paired by round. aa_floor: the result of the function of that name."""
+    """Compares the times of A and B in one cell, paired by round. `aa_floor` is the result of the function of
+    that name."""
     return compare_cells(
         [(a, b)], aa_floor=aa_floor, delta=delta, target=target, confidence=confidence, seed=seed
     )[0]
@@ -357,7 +358,7 @@ def _signed_rank_ps(logs: Sequence[Floats]) -> list[float]:
 
 
 def _rounds_for_p(rounds: int, p: float, q: float, alpha: float) -> float:
-    """Rounds until p, with the present correction factor for many cells, falls to alpha."""
+    """Returns the rounds until p falls to alpha, with the present correction for many cells."""
     if q <= alpha:
         return 0.0
     from scipy import stats
@@ -392,8 +393,8 @@ def _between(ordered: Floats, share: float) -> float:
 
 @lru_cache(maxsize=8)
 def _drawn(rounds: int, seed: int) -> NDArray[Any]:
-    """How often each round is drawn in each resample; in bytes if they hold it, which are added 16 times as
-    fast."""
+    """Returns how often each resample draws each round. It uses bytes if they are large enough, because
+    adding bytes is 16 times as fast."""
     draws = np.random.default_rng(seed).integers(0, rounds, (RESAMPLES, rounds))
     resample = np.arange(RESAMPLES)[:, None]
     counts = np.bincount((draws * RESAMPLES + resample).ravel(), minlength=rounds * RESAMPLES)

@@ -1,6 +1,6 @@
-"""The command line: `mrb`, `moe-routing-bench` and `python -m moe_routing_bench`. One file a command.
+"""The command line: `mrb`, `moe-routing-bench` and `python -m moe_routing_bench`. Each command has a file.
 
-A command's file is imported when the command is called: `mrb --help` must not wait for torch.
+The file of a command is imported when the command is called, so that `mrb --help` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -15,16 +15,21 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from moe_routing_bench.core.fork_server import start_server
+
+TRANSFORMERS = "transformers.models.qwen3_moe.modeling_qwen3_moe"  # what the implementations hf_* import
+
 
 class Place(NamedTuple):
-    """Where a command is, and what help says of it, in at most 66 letters: no line is cut off."""
+    """The file of a command and its line of help. The line has at most 66 letters, so that it is not cut
+    off."""
 
-    file: str  # it has `list_command` for the command `list`, or `trace_app` with commands of its own
+    file: str  # it has `list_command` for the command `list`, or `trace_app` with subcommands
     summary: str
 
 
 class Group(NamedTuple):
-    """Commands on one subject. default: the one that runs if no command is named."""
+    """Commands on one subject. default: the command that runs if none is named."""
 
     summary: str
     commands: Mapping[str, Place]
@@ -33,27 +38,27 @@ class Group(NamedTuple):
 
 
 DAILY = {
-    "bench": Place("bench", "Which implementation is fastest here? Checked, then timed."),
-    "sweep": Place("sweep", "Measure many cases into one folder; stop and go on at will."),
-    "check": Place("check", "Is it correct? Results, gradients and memory, on hard cases."),
-    "doctor": Place("doctor", "What is this machine, and how fast can it be at most?"),
-    "list": Place("list", "What there is: operations, routers, workloads, models, cases."),
-    "explain": Place("explain", "What would run for these sizes, and why not the others."),
+    "bench": Place("bench", "Check implementations, then time them: which is fastest?"),
+    "sweep": Place("sweep", "Measure many cases into one folder; you can stop and resume."),
+    "check": Place("check", "Check results, gradients and memory on hard cases."),
+    "doctor": Place("doctor", "Show this machine and its peak speed."),
+    "list": Place("list", "List operations, routers, workloads, models and cases."),
+    "explain": Place("explain", "Say what would run for these sizes, and why not the others."),
 }
 GROUPS = {
     "results": Group(
-        "What was measured? The answer, queries, reports, comparisons.",
+        "Read what was measured: answers, queries, reports, comparisons.",
         {
-            "show": Place("query", "The answer; `mrb results` alone does the same."),
-            "query": Place("query", "Ask in SQL, which can only read."),
-            "report": Place("report", "One page of figures and tables from results folders."),
-            "compare": Place("compare", "What became faster or slower between two runs?"),
-            "gate": Place("compare", "Is anything slower than before? Exit code 1 if so, for CI."),
-            "history": Place("history", "At which commit did it become faster or slower?"),
-            "regret": Place("decide", 'How much slower is impl="auto" than the fastest?'),
+            "show": Place("query", "Show the winner of each case; the same as `mrb results`."),
+            "query": Place("query", "Run a SQL query; it can only read."),
+            "report": Place("report", "Make one page of figures and tables from results folders."),
+            "compare": Place("compare", "Show what became faster or slower between two runs."),
+            "gate": Place("compare", "Fail with exit code 1 if anything became slower, for CI."),
+            "history": Place("history", "Show at which commit something became faster or slower."),
+            "regret": Place("decide", 'Show how much slower impl="auto" is than the fastest.'),
             "export": Place("query", "Write all records of a folder as Parquet or CSV."),
-            "merge": Place("merge", "One results folder from those of several machines."),
-            "compact": Place("merge", "Make a store on a URL quick to read: few big objects."),
+            "merge": Place("merge", "Merge the results folders of several machines into one."),
+            "compact": Place("merge", "Merge small files of a store on a URL, so that reading is fast."),
         },
         """
   mrb results
@@ -64,10 +69,10 @@ GROUPS = {
         default="show",
     ),
     "bundle": Group(
-        "Results in one file that others can check.",
+        "Put results into one file that others can check.",
         {
             "make": Place("bundle", "Put records, samples and hashes of the code into one file."),
-            "verify": Place("bundle", "Is a bundle what it says? Checked, then measured again."),
+            "verify": Place("bundle", "Check a bundle, then measure some of its cells again."),
         },
         """
   mrb bundle make results -o mine.zip
@@ -75,27 +80,29 @@ GROUPS = {
 """,
     ),
     "model": Group(
-        "A real model: which experts it chooses, where its time goes.",
+        "Study a real model: its choice of experts, its time, its weights.",
         {
-            "trace": Place("trace", "Which experts a model chooses: record, look, check, compare."),
-            "profile": Place("profile", "Where does the time of a MoE block go?"),
-            "formats": Place("formats", "What do weights of 8 and 4 bits lose against float32?"),
-            "kernels": Place("kernels", "Our kernels as a folder for Hugging Face's `kernels`."),
+            "trace": Place("trace", "Record, show, check and compare which experts a model chooses."),
+            "profile": Place("profile", "Show where the time of a MoE block goes."),
+            "freeze": Place("freeze", "Pack the experts of a checkpoint, and show bytes and error."),
+            "formats": Place("formats", "Show how much accuracy weights of 8 and 4 bits lose."),
+            "kernels": Place("kernels", "Write our kernels as a folder for Hugging Face's `kernels`."),
         },
         """
   mrb model trace record --model ./Qwen3-30B-A3B --text a.txt --out t.safetensors
   mrb model profile olmoe-1b-7b --tokens 512
+  mrb model freeze ./Qwen3-30B-A3B int8_a8
   mrb model formats --width 2880 --hidden 2880
 """,
     ),
     "train": Group(
-        "Which router learns best, and what does it cost? On your text.",
+        "Train small models on your text: which router learns best?",
         {
             "run": Place("train", "Train one small language model with one router."),
             "study": Place("train", "Train models that differ in one thing, and compare them."),
-            "pareto": Place("train", "What each router of a study reached, and what it cost."),
-            "predict": Place("train", "The time of a step beside what a layer's time predicts."),
-            "show": Place("train", "The finished runs of a folder, one a line."),
+            "pareto": Place("train", "Show what each router of a study reached and what it cost."),
+            "predict": Place("train", "Compare the time of a step with a prediction from layer times."),
+            "show": Place("train", "List the finished runs of a folder."),
         },
         """
   mrb train run switch --steps 20 --out first
@@ -105,12 +112,12 @@ GROUPS = {
 """,
     ),
     "parallel": Group(
-        "Experts on many GPUs: what would a step cost?",
+        "Plan experts on many GPUs: what would a step cost?",
         {
-            "plan": Place("parallel", "I have N GPUs and this model: what would a step cost?"),
-            "fabrics": Place("parallel", "The networks of GPUs that `plan` knows."),
-            "place": Place("parallel", "Would another placement of experts on ranks pay?"),
-            "cache": Place("parallel", "Which experts to keep in memory if not all fit?"),
+            "plan": Place("parallel", "Estimate the cost of a step for a model on N GPUs."),
+            "fabrics": Place("parallel", "List the networks of GPUs that `plan` knows."),
+            "place": Place("parallel", "Say whether another placement of experts would save time."),
+            "cache": Place("parallel", "Say which experts to keep in memory if not all fit."),
         },
         """
   mrb parallel plan --model deepseek-v3 --gpus 64 --weight-bits 8 --send-bits 8
@@ -119,22 +126,31 @@ GROUPS = {
 """,
     ),
     "gpu": Group(
-        "GPU kernels without a GPU.",
-        {"compile": Place("compile", "Compile them, and show what their machine code needs.")},
+        "Compile GPU kernels without a GPU.",
+        {"compile": Place("compile", "Compile GPU kernels and show what their machine code needs.")},
         """
   mrb gpu compile --arch sm_90a --model qwen3-30b-a3b
 """,
     ),
     "tune": Group(
         'Make impl="auto" follow your measurements.',
-        {"decide": Place("decide", "Which implementation wins for which size? Writes a file.")},
+        {
+            "layer": Place("tune", "Search settings of the experts' kernel that are faster here."),
+            "op": Place("tune", "Search settings of one operation."),
+            "decide": Place("decide", "Write a file with the fastest implementation of each size."),
+            "check": Place("tuned", "Can tuned files of vLLM and SGLang do what they say?"),
+            "import": Place("tuned", "Read a tuned file of vLLM or SGLang, to measure its tiles."),
+            "export": Place("tuned", "Write a tuned file for vLLM or SGLang, with its proof."),
+        },
         """
+  mrb tune layer --model olmoe-1b-7b --minutes 10 --out tuned
   mrb tune decide results -o decisions.json
+  mrb tune check /path/to/vllm/model_executor/layers/fused_moe/configs
 """,
     ),
 }
 
-# Names until version 0.2. They work for one release, and print the new name.
+# Names before version 0.2. They work for one release and print the new name.
 RENAMED = {
     "export kernels": "model kernels",
     "profile block": "model profile",
@@ -144,7 +160,7 @@ RENAMED = {
     "verify": "bundle verify",
     "compile": "gpu compile",
     "decide": "tune decide",
-    # these were commands with other options and are groups now
+    # these were commands with other options; now they are groups
     "bundle": "bundle make",
     "results SQL": "results query",
     "results --columns": "results query",
@@ -155,7 +171,7 @@ SQL = re.compile(r"\s*(select|with|from|describe|summarize|pivot|values)\s", re.
 
 
 def today(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The old name that these words begin with, or "", and the words with today's name."""
+    """Returns the old name at the beginning of these words, or "", and the words with the new name."""
     first, *rest = words or [""]
     if first not in GROUPS:
         for old, new in RENAMED.items():
@@ -175,7 +191,7 @@ def today(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 class LazyGroup(TyperGroup):
-    """Knows every command by its line, and imports the one that is called."""
+    """Knows the line of help of every command, and imports only the command that is called."""
 
     def __init__(self, places: Mapping[str, Place | Group], default: str = "", **more: Any):
         super().__init__(**more)
@@ -205,7 +221,7 @@ class LazyGroup(TyperGroup):
 
 
 class AllCommands(LazyGroup):
-    """Every command of `mrb`; a name that it had before works too."""
+    """Every command of `mrb`. Old names work too."""
 
     def __init__(self, **more: Any):
         super().__init__({**DAILY, **GROUPS}, **more)
@@ -213,11 +229,14 @@ class AllCommands(LazyGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         old, args = today(args)
         if old and not ctx.resilient_parsing:
-            typer.echo(f"mrb: `mrb {old}` is now `mrb {RENAMED[old]}`; the old name leaves in 0.3", err=True)
+            typer.echo(
+                f"mrb: `mrb {old}` is now `mrb {RENAMED[old]}`; version 0.3 removes the old name", err=True
+            )
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Commands that keep something say themselves what Ctrl-C leaves; the others only end."""
+        """Runs a command. After Ctrl-C a command that saves results says what it saved; the others only
+        end."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -226,7 +245,7 @@ class AllCommands(LazyGroup):
 
 
 def _named(name: str, place: Place | Group) -> TyperCommand | TyperGroup:
-    """A command with its line of help; a group with its commands."""
+    """Makes a command with its line of help, or a group with its commands."""
     if isinstance(place, Place):
         panel = "Every day" if name in DAILY and DAILY[name] is place else None
         return TyperCommand(name, help=place.summary, short_help=place.summary, rich_help_panel=panel)
@@ -253,7 +272,7 @@ def _imported(name: str, place: Place) -> Any:
 
 
 def command_of(words: Sequence[str]) -> tuple[Any, Sequence[str]]:
-    """The command that these words begin with, imported, and the words after its name."""
+    """Imports the command at the beginning of these words, and returns it with the words after its name."""
     found: Any = typer.main.get_command(app)
     while words and isinstance(found, TyperGroup) and not words[0].startswith("-"):
         context = typer.Context(found)
@@ -264,7 +283,7 @@ def command_of(words: Sequence[str]) -> tuple[Any, Sequence[str]]:
 
 
 def all_names() -> Iterator[tuple[str, ...]]:
-    """("bench",), ("results",), ("results", "show"), ...; a group stands before its commands."""
+    """Yields ("bench",), ("results",), ("results", "show"), ...: a group comes before its commands."""
     for name, place in {**DAILY, **GROUPS}.items():
         yield (name,)
         inner = place.commands if isinstance(place, Group) else _inner(name)
@@ -274,14 +293,14 @@ def all_names() -> Iterator[tuple[str, ...]]:
 
 
 def _inner(*words: str) -> Sequence[str]:
-    """The commands of a group; of `bench` those that are not the name of a span, and `layer`."""
+    """Returns the commands of a group. For `bench` these are `layer` and the ones that are no span."""
     found, _ = command_of(words)
     more = ("layer",) if words == ("bench",) else ()
     return (*more, *getattr(found, "commands", ()))
 
 
 def _markup() -> Any:
-    """Frames around help and errors for people, plain text for pipes."""
+    """Chooses frames around help and errors on a terminal, and plain text in a pipe."""
     return "rich" if sys.stdout.isatty() else None
 
 
@@ -323,13 +342,23 @@ def _top(
 
     \b
     Examples:
-      mrb list                              what there is
+      mrb list                              what can I measure?
       mrb check --op combine                is it correct?
       mrb bench layer --model olmoe-1b-7b   which is fastest?
-      mrb results                           what was measured so far
-      mrb explain expert_ffn --tokens 16    what would run, and why
+      mrb results                           what was measured so far?
+      mrb explain expert_ffn --tokens 16    what would run, and why?
     """
 
 
 def main() -> None:
+    if takes_transformers(sys.argv[1:]):
+        start_server(TRANSFORMERS)
     app()
+
+
+def takes_transformers(words: Sequence[str]) -> bool:
+    """Will this command measure Transformers' experts? Then workers import it while this process imports
+    torch and plans, which takes about as long."""
+    if [*words[:2]] not in (["bench", "layer"], ["bench", "expert_ffn"]) or "--help" in words:
+        return False
+    return "--impl" not in words or any("hf_" in word for word in words)

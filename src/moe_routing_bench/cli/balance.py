@@ -32,13 +32,13 @@ def balance_command(
     out: Annotated[Path | None, typer.Option(help="Also write table, numbers and picture here.")] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Also write what the router without control chose, for `mrb parallel place`."),
+        typer.Option(help="Also write the choices of the router without control, for `mrb parallel place`."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Which balance controller keeps up when the data changes? Measures no times; takes about a minute.
+    """Compare balance controllers on data that changes. This takes about a minute and measures no times.
 
-    Runs every controller on the same stream of tokens, whose topics drift and jump.
+    Every controller gets the same stream of tokens. The topics of the stream drift and jump.
     """
     with user_mistakes():
         stream = Stream(steps=steps, seed=seed)
@@ -50,7 +50,7 @@ def balance_command(
         study = study_balance(stream, on_progress=shown.update)
     document = study.to_dict(command=shlex.join(["mrb", *sys.argv[1:]]))
     if out is not None:
-        # compact, because indentation would put every number on a line of its own
+        # without indentation, which would put every number on its own line
         write_whole(out / "balance.json", json.dumps(document, separators=(",", ":")) + "\n")
         write_whole(out / "balance.txt", _text(study, document))
         draw_balance(study, out / "balance.png")
@@ -100,14 +100,14 @@ def _notes(study: BalanceStudy) -> list[str]:
         f"{stream.steps} steps of T={stream.T} tokens, D={stream.D}, E={stream.E}, K={stream.K}, "
         f"{stream.topics} topics, seed {stream.seed}; jumps at steps {first} and {second}; "
         f"{study.seconds:.0f} s",
-        "Means over the last steps of each third; `after a jump`: over the first steps after each jump.",
-        "steps to even: after each jump, until the mean max violation of ten steps is at most "
-        f"{study.chance + EVEN_WITHIN:.2f}; experts drawn at random have {study.chance:.2f}. entropy: bits, "
+        "Numbers are means over the last steps of each third; `after a jump`: over the first steps after it.",
+        "steps to even: steps after a jump until the mean max violation of ten steps is at most "
+        f"{study.chance + EVEN_WITHIN:.2f}; random experts have {study.chance:.2f}. entropy: bits, "
         f"at most {math.log2(stream.E):g}.",
-        "shared: experts in common with the router without control, of the experts of either. topic: "
-        "information about the topic, of its entropy.",
-        "There is no model behind the router, so this says nothing about quality. Losses work against "
-        "a pull back to the first weights.",
+        "shared: share of experts that the router without control chose too. topic: information about the "
+        "topic as a share of its entropy.",
+        "No model is trained here, so this says nothing about quality. A pull back to the first weights "
+        "works against balance losses.",
     ]
 
 

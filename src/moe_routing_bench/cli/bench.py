@@ -1,4 +1,4 @@
-"""mrb bench: which implementation is fastest for these sizes under this routing? One command per span."""
+"""mrb bench: finds the fastest implementation for these sizes and this routing. Each span is a command."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from moe_routing_bench.workloads.experiment import Experiment
 
 
 class SpanCommands(TyperGroup):
-    """A command for every name, because spans of --include-path are known only after it has been read."""
+    """Makes a command for every name, because the spans of --include-path are known only after reading it."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*span_names(), "balance"]
@@ -57,16 +57,16 @@ class SpanCommands(TyperGroup):
         return typer.main.get_command(app)
 
 
-HELP = """Which implementation of {span} is fastest here? Each is checked, then all are timed in turns.
+HELP = """Find the fastest implementation of {span}: check each one, then time all in interleaved rounds.
 
-The first implementation is the baseline; a ratio below 1 is faster. Only correct ones get a time. A LIST is
-separated by commas, and every combination is measured.
+The first implementation is the baseline; a ratio below 1 is faster. Only correct implementations get a time.
+The items of a LIST are separated by commas, and every combination is measured.
 """
 
 bench_app = typer.Typer(
     cls=SpanCommands,
     no_args_is_help=True,
-    help="""Which implementation is fastest here? Checks each one, then times all in interleaved rounds.
+    help="""Find the fastest implementation: check each one, then time all in interleaved rounds.
 
 \b
 Examples:
@@ -91,7 +91,7 @@ def _command(span: str) -> Callable[..., None]:
         what: WhatOptions,
         measure: MeasureOptions,
         out: Annotated[
-            Path | None, typer.Option(help="Save in this folder. Default: the one that `mrb results` reads.")
+            Path | None, typer.Option(help="Save in this folder. Default: where `mrb results` reads.")
         ] = None,
         save: Annotated[bool, typer.Option("--save/--no-save", help="Save records and samples.")] = True,
         repro: Annotated[bool, typer.Option("--repro", help="Show the command that repeats a row.")] = False,
@@ -109,8 +109,8 @@ def _command(span: str) -> Callable[..., None]:
         if measure.threads is None and threads < cores:
             busy = cores - threads
             console(stderr=True).print(
-                f"{busy} of {cores} cores {'is' if busy == 1 else 'are'} busy with something else, so the "
-                f"others are measured on; --threads {cores} insists."
+                f"other processes use {busy} of {cores} cores, so only the other cores are used; "
+                f"--threads {cores} uses all."
             )
         shown = None if as_json else partial(show_outcome, repro=repro, roofs=roofs)
         seconds = measure.seconds_for(experiments)
@@ -131,8 +131,10 @@ def _command(span: str) -> Callable[..., None]:
 def measured(
     experiments: Sequence[Experiment], out: Path | None, *, suite: str, seconds: float, roofs: Roofs | None,
     show: Callable[[CellOutcome], None] | None = None,
+    complete: Callable[[CellOutcome], CellOutcome] = lambda outcome: outcome,
 ) -> list[CellOutcome]:  # fmt: skip
-    """The outcomes of all cells; Ctrl-C ends the command with what there is."""
+    """Returns the outcomes of all cells. Ctrl-C ends the command and keeps the finished cells. `complete`
+    adds to an outcome before it is written."""
     outcomes: list[CellOutcome] = []
 
     def done(outcome: CellOutcome) -> None:
@@ -144,37 +146,37 @@ def measured(
         with user_mistakes():
             api.measure(
                 experiments, out, suite=suite, seconds=seconds, roofs=roofs, began=command_start(),
-                progress=True, on_outcome=done,
+                progress=True, on_outcome=done, complete=complete,
             )  # fmt: skip
     except KeyboardInterrupt:
         saved = where_saved(out) if out is not None and outcomes else "Nothing was saved."
-        stopped(len(outcomes), len(experiments), f"{saved} The same command measures all of it again.")
+        stopped(len(outcomes), len(experiments), f"{saved} The same command starts again from the beginning.")
     return outcomes
 
 
 NOT_TIMED, STOPPED = 1, 130  # exit codes; 2 is a mistake in the command
-# of what nobody named: it cannot run here, or its turn did not come
+# these are no failure if --impl does not name the implementation: it cannot run here, or there was no time
 EXCUSED = (Status.UNSUPPORTED, Status.NO_TIME)
 
 
 def where_saved(folder: Path) -> str:
-    """The last line: where results are and how to read them."""
+    """Returns the last line of the output: where the results are and how to read them."""
     named = "" if folder == default_results() else f" --folder {folder}"
-    return f"Saved in {folder}; `mrb results{named}` shows what is there."
+    return f"Saved in {folder}; `mrb results{named}` shows them."
 
 
 def end(outcomes: Sequence[CellOutcome], what: WhatOptions) -> None:
-    """Exit with NOT_TIMED and a sentence if something that was asked for has no time.
+    """Exits with NOT_TIMED and a sentence if an implementation that the user asked for has no time.
 
-    Whatever --impl names was asked for. What nobody named may be EXCUSED.
+    The user asked for everything that --impl names. Other implementations may be EXCUSED.
     """
     named = [word for word in split_all(what.impl) if word != "all"]
     missing: dict[str, Status] = {}
     for outcome in outcomes:
-        for one in outcome.subjects:
+        for one in outcome.implementations:
             if not one.samples and (named or one.status not in EXCUSED):
-                missing.setdefault(f"{short_label(one.label)} @ {one.subject.layout}", one.status)
-    nothing = [outcome for outcome in outcomes if not any(one.samples for one in outcome.subjects)]
+                missing.setdefault(f"{short_label(one.label)} @ {one.implementation.layout}", one.status)
+    nothing = [outcome for outcome in outcomes if not any(one.samples for one in outcome.implementations)]
     if missing:
         names = ", ".join(f"{name} ({status})" for name, status in missing.items())
         say(f"asked for and not timed: {names}")
@@ -185,6 +187,6 @@ def end(outcomes: Sequence[CellOutcome], what: WhatOptions) -> None:
 
 
 def stopped(done: int, experiments: int, advice: str) -> NoReturn:
-    """After Ctrl-C."""
+    """Ends the command after Ctrl-C."""
     say(f"stopped; {done} of {experiments} cells {'is' if done == 1 else 'are'} measured. {advice}")
     raise typer.Exit(STOPPED)

@@ -1,4 +1,4 @@
-"""mrb bundle make and verify: results in one file, for others to check."""
+"""mrb bundle make and verify: put results into one file that others can check."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ def make_command(
 def verify_command(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A file that `mrb bundle make` wrote.")],
     measure: Annotated[
-        int, typer.Option(min=0, max=1000, help="How many of its cells to measure again, taken at random.")
+        int, typer.Option(min=0, max=1000, help="How many random cells to measure again.")
     ] = 3,
-    seed: Annotated[int | None, typer.Option(help="Which cells; a random number if not given.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed that chooses the cells. Default: random.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Is a bundle what it says? Checks every byte and record, then measures some cells again.
+    """Check every byte and record of a bundle, then measure some of its cells again.
 
     \b
     Examples:
       mrb bundle verify mine.zip
       mrb bundle verify mine.zip --measure 0        only check it
 
-    Cells are measured again only where machine and code are the same; for
-    the others the reason is shown. Exit code 1: a ratio is another here,
+    Cells are measured again only if machine and code are the same; for the
+    others the reason is shown. Exit code 1: a ratio differs on this machine.
     2: the bundle is refused.
     """
     with reading(), opened_bundle(bundle) as (folder, manifest):
@@ -78,7 +78,7 @@ def verify_command(
         again = [vars(answer) for answer in answers]
         show_json({**manifest.model_dump(mode="json"), "claimed": CLAIMED, "again": again})
     else:
-        show("Every file, record and sample is what the manifest says. All times, statistics, verdicts and")
+        show("Every file, record and sample matches the manifest. All times, statistics, verdicts and")
         show(f"commands follow from the samples. Its author claims the rest: {', '.join(CLAIMED)}.")
         _show(manifest)
         _show_answers(answers)

@@ -1,4 +1,4 @@
-"""mrb check: every implementation against its oracle, every router against its contract."""
+"""mrb check: checks every implementation against its oracle and every router against its contract."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def check_command(
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1.")] = "cpu",
     tokens: Annotated[
         str | None,
-        typer.Option(metavar="RANGE", help="A map of right and wrong by number of tokens: 1-512."),
+        typer.Option(metavar="RANGE", help="Show for which numbers of tokens it is correct: 1-512."),
     ] = None,
     as_json: Json = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show every failure, and why something is not supported.")
+        bool, typer.Option("--verbose", "-v", help="Show every failure, and why a case is not supported.")
     ] = False,
     include_path: IncludePath = None,
 ) -> None:
-    """Is it correct? Checks results, gradients and memory of every implementation and router on hard cases.
+    """Check results, gradients and memory of every implementation and router on hard cases.
 
     \b
     Examples:
@@ -51,7 +51,7 @@ def check_command(
         report = CheckReport.asked(dtype or (), device, tokens)
     try:
         report.select(op, impl, include_path or ())
-    except MistakeError as mistake:  # another ValueError is a fault of ours
+    except MistakeError as mistake:  # any other ValueError is our bug
         fail(str(mistake))
     if tokens is not None:
         report.run_maps(on_map=lambda one_map: None if as_json else show_map(one_map))

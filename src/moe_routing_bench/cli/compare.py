@@ -1,4 +1,4 @@
-"""mrb results compare and mrb results gate: two results folders side by side, for people and for CI."""
+"""mrb results compare and mrb results gate: compare two results folders, for people and for CI."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def compare_command(
     allow: Allow = None,
     html: Annotated[
         Path | None,
-        typer.Option("--html", metavar="FILE", help="Write a page; unlike runs stand in it side by side."),
+        typer.Option("--html", metavar="FILE", help="Write a page; it also lists what has no ratio."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What became faster or slower from A to B? Runs that differ in more than code need --allow.
+    """Show what became faster or slower from A to B. Runs that differ in more than the code need --allow.
 
     \b
     Examples:
@@ -88,7 +88,7 @@ def gate_command(
     allow: Allow = None,
     as_json: Json = False,
 ) -> None:
-    """Is anything slower than before, or broken? Exit code 0: no, 1: yes, 2: a mistake in the command.
+    """Fail if anything became slower or broke. Exit code 0: no, 1: yes, 2: a mistake in the command.
 
     \b
     Examples:
@@ -118,7 +118,7 @@ def gate_command(
             for change in regressions:
                 show(Text(printable(f"  {change.repro}"), "dim"))
             show("")
-        show_turned("PASSED in the baseline and not now", runs.broken)
+        show_turned("Passed in the baseline but not now", runs.broken)
         show_rest(runs)
         show(comparison_summary(runs))
         why = f"{len(regressions)} slower, {len(runs.broken)} broken"
@@ -143,7 +143,7 @@ def _fraction(text: str) -> float:
 def _document(runs: RunComparison) -> dict[str, Any]:
     verdicts = {verdict: runs.count(verdict) for verdict in COLOURS}  # type: ignore[arg-type]
     return {
-        "method": "runs were not interleaved: samples of A and B are not paired",
+        "method": "the runs were not interleaved, so samples of A and B are not paired",
         "counts": verdicts,
         "geometric_mean": runs.geometric_mean,
         "compared": len(runs.changes),

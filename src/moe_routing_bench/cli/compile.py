@@ -29,7 +29,7 @@ from moe_routing_bench.report.console import console, fitted, show, spinner
 if TYPE_CHECKING:
     from moe_routing_bench.studies.compiled import Compiled
 
-ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "gfx942")  # of the table that is compared
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "gfx942")  # of the table in tests/data
 DEFAULT_MODELS = ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3")
 
 
@@ -37,7 +37,7 @@ def compile_command(
     arch: Annotated[str, typer.Option(help="GPU architectures, separated by commas.")] = ",".join(
         ARCHITECTURES
     ),
-    model: Annotated[str, typer.Option(help="Models whose sizes are compiled in.")] = ",".join(
+    model: Annotated[str, typer.Option(help="Compile for the sizes of these models.")] = ",".join(
         DEFAULT_MODELS
     ),
     op: Annotated[str, typer.Option(help="Operations, as a shell pattern.")] = "*",
@@ -54,10 +54,10 @@ def compile_command(
     as_json: Json = False,
     include_path: IncludePath = None,
 ) -> None:
-    """Compile GPU kernels without a GPU and show what their machine code needs. Runs nothing.
+    """Compile GPU kernels without a GPU and show what their machine code needs. Nothing is run.
 
-    Triton's, ours in CuTe DSL, and those of QuACK that we call, which take minutes;
-    --impl "triton*" leaves them out.
+    It compiles kernels in Triton, our kernels in CuTe DSL, and the kernels of QuACK
+    that we call. The last ones take minutes; --impl "triton*" leaves them out.
 
     \b
     Examples:
@@ -147,9 +147,9 @@ def _tables(rows: list[Compiled], room: int | None = None) -> list[Any]:
         shown += [Text(f"{row.name}: {sentence}", "red") for row in here for sentence in row.wrong]
         shown += [Text(f"{row.name}: not compiled, {row.not_made}", "dim") for row in here if row.not_made]
     notes = (
-        "MFLOP, KiB and FLOP/byte: what one program does at least, by the kernel's own estimate.",
-        "overlap: what the code loads ahead of its use, how, and whether kernels start before others end.",
-        "passes: how often the loop around the tensor-core instructions must run for that.",
+        "MFLOP, KiB and FLOP/byte: the least work of one program, estimated by the kernel itself.",
+        "overlap: what the code loads ahead, how, and whether a kernel starts before the last one ends.",
+        "passes: how often the loop around the tensor-core instructions must run for that work.",
     )
     return [*shown, "", *(Text(note, "dim") for note in notes)]
 

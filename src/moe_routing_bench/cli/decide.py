@@ -1,6 +1,7 @@
-"""mrb tune decide: which implementation for which size, and the file that impl="auto" follows.
+"""mrb tune decide: finds the fastest implementation of each size and writes the file that impl="auto"
+follows.
 
-mrb results regret: how much slower impl="auto" is than the fastest that can run.
+mrb results regret: shows how much slower impl="auto" is than the fastest implementation.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from moe_routing_bench.report.finding import at_hand
 from moe_routing_bench.report.overview import left_out_json, show_left_out, table_of
 from moe_routing_bench.results.decisions import Decided, SizeDecision, decide, write_decisions
 from moe_routing_bench.results.regrets import NOTABLE, CellRegret, GroupRegret, read_regrets
+from moe_routing_bench.results.winners import Contest
 
 MAX_REGRETS = 5
 
@@ -39,7 +41,7 @@ def decide_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Which implementation wins for which size? Writes the file that impl="auto" follows on this machine.
+    """Find the fastest implementation of each size and write the file that impl="auto" follows.
 
     \b
     Examples:
@@ -54,7 +56,7 @@ def decide_command(
         decided = decide(folder, cache=cache)
         document = write_decisions(decided, folder, target)
     if as_json:
-        show_json({"file": str(target), "decisions": document, **_document(decided)})
+        show_json({"file": str(target), "decisions": document, **decided_document(decided)})
         return
     for answer in decided.answers:
         show(Text(printable(answer.question), "bold cyan"), _table(answer))
@@ -64,7 +66,7 @@ def decide_command(
         for row in ranked[:MAX_REGRETS]:
             show(Text(printable(f"  {_sentence(row)}")))
         if len(ranked) > MAX_REGRETS:
-            show(f"  and {len(ranked) - MAX_REGRETS:,} more; all of them: --json")
+            show(f"  and {len(ranked) - MAX_REGRETS:,} more; --json shows all")
         show("")
     for note in decided.notes:
         show(Text(printable(f"note: {note}"), "yellow"))
@@ -82,19 +84,25 @@ def _table(answer: SizeDecision) -> Any:
     rows = [
         (
             contest.T,
-            contest.winner,
-            f"{contest.ratios[contest.winner]:.3f}",
-            ", ".join(contest.ties) or "-",
+            contest.chosen,
+            _ratio(contest),
+            ", ".join(name for name in contest.ties if name != contest.chosen) or "-",
             len(contest.ratios),
             contest.case,
         )
         for contest in answer.contests
     ]
     return table_of(
-        ("T", "winner", "ratio to baseline", "ties", "contenders", "case"),
+        ("T", "winner", "ratio to baseline", "ties", "implementations", "case"),
         rows,
         words=("winner", "ties", "case"),
     )
+
+
+def _ratio(contest: Contest) -> str:
+    one = contest.against_baseline.get(contest.chosen)
+    interval = "" if one is None else f" ({one.interval[0]:.3f} to {one.interval[1]:.3f})"
+    return f"{contest.ratios[contest.chosen]:.3f}{interval}"
 
 
 def _sentence(row: Regret) -> str:
@@ -112,7 +120,7 @@ def _cells(names: tuple[str, ...]) -> str:
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
-def _document(decided: Decided) -> dict[str, Any]:
+def decided_document(decided: Decided) -> dict[str, Any]:
     return {
         "contests": [
             {
@@ -120,8 +128,10 @@ def _document(decided: Decided) -> dict[str, Any]:
                 "T": contest.T,
                 "case": contest.case,
                 "winner": contest.winner,
+                "chosen": contest.chosen,
                 "ties": contest.ties,
                 "ratios": contest.ratios,
+                "against_baseline": {name: vars(one) for name, one in contest.against_baseline.items()},
                 "against_winner": {name: vars(one) for name, one in contest.against_winner.items()},
             }
             for answer in decided.answers
@@ -147,7 +157,7 @@ def regret_command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The results of `mrb sweep regret`.")],
     as_json: Json = False,
 ) -> None:
-    """Is impl="auto" the fastest that can run? The time of what it picked over the fastest's, by group.
+    """Show how much slower impl="auto" is than the fastest implementation, by group.
 
     \b
     Examples:
@@ -155,8 +165,8 @@ def regret_command(
       mrb results regret regret
       mrb results regret regret --json
 
-    A regret of 1.10 means: auto takes 1.10 times as long as the fastest. Within
-    the noise it counts as measured, and the table says how many these are.
+    A regret of 1.10 means that auto takes 1.10 times as long as the fastest. A
+    regret within the noise counts too; the column "undecided" says how many.
     """
     with reading():
         found = read_regrets(at_hand(folder))
@@ -177,11 +187,11 @@ def regret_command(
         columns = ("cell", "auto picked", "fastest", "regret", "")
         show(table_of(columns, [_cell(one) for one in worst[:MAX_CELLS]], words=("cell", "fastest")))
     if len(worst) > MAX_CELLS:
-        show(f"and {len(worst) - MAX_CELLS} more cells over {NOTABLE}; all of them: --json")
+        show(f"and {len(worst) - MAX_CELLS} more cells over {NOTABLE}; --json shows all")
     for reason in found.without[:MAX_CELLS]:
         show(printable(f"without a regret: {reason}"))
     if len(found.without) > MAX_CELLS:
-        show(f"and {len(found.without) - MAX_CELLS} more cells without a regret; all of them: --json")
+        show(f"and {len(found.without) - MAX_CELLS} more cells without a regret; --json shows all")
     show_left_out(found.left_out)
 
 

@@ -1,7 +1,7 @@
-"""mrb doctor: what this machine is, how fast it can be at most, and what cannot run on it.
+"""mrb doctor: shows this machine, its peak speed, and what cannot run on it.
 
-mrb doctor --device cuda: the smallest case of every GPU kernel against the oracle. `pretend` takes the same
-steps on the CPU, in Triton's interpreter.
+mrb doctor --device cuda runs the smallest case of every GPU kernel and compares it with the oracle. The
+device `pretend` does the same on the CPU with Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ STYLES = {"right": "green", "wrong": "red", "not tried": "yellow"}
 
 
 def must_exist(device: str) -> None:
-    """Says in a sentence why nothing can be tried on a device."""
+    """Fails with a sentence if no kernel can run on a device."""
     if device == "pretend":
         if os.environ.get("TRITON_INTERPRET") != "1":
             fail("--device pretend interprets the kernels on the CPU: set TRITON_INTERPRET=1")
     elif torch.device(device).type != "cuda":
-        fail(f"--device {device}: what is tried are GPU kernels; name cuda, cuda:1, ... or pretend")
+        fail(f"--device {device}: mrb doctor tries GPU kernels; use cuda, cuda:1, ... or pretend")
     elif not torch.cuda.is_available():
         fail(
             "there is no CUDA device here, so no GPU kernel can be tried; `TRITON_INTERPRET=1 mrb doctor "
-            "--device pretend` takes the same steps on the CPU, and `mrb explain OP --arch sm_90a` says what "
+            "--device pretend` does the same on the CPU, and `mrb explain OP --arch sm_90a` says what "
             "would run"
         )
 
 
 def show_all(device: str, pattern: str) -> list[Tried]:
-    """Prints what is tried as it comes, after what is known about the device."""
+    """Prints the device, then each kernel when it has been tried."""
     place = torch.device(memory_place(device))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # said below
+        warnings.simplefilter("ignore")  # the warning is shown below
         target = target_of(place)
     gpu = "the interpreter" if device == "pretend" else f"{torch.cuda.get_device_name(place)}, {target.name}"
     show(f"Trying the smallest case of every GPU kernel on {gpu}, against the oracle on the CPU")
@@ -74,40 +74,40 @@ def show_summary(tried: list[Tried]) -> None:
     wrong, absent = by_answer["wrong"], by_answer["not tried"]
     show("", Text(f"{len(by_answer['right'])} right, {len(wrong)} wrong, {len(absent)} not tried", "bold"))
     if wrong:
-        show(Text(f"Do not trust here: {', '.join(wrong)}", "red"))
+        show(Text(f"Wrong on this device, do not use: {', '.join(wrong)}", "red"))
     if absent:
-        show(Text(f"Nothing is known here about: {', '.join(absent)}", "yellow"))
+        show(Text(f"Not tried: {', '.join(absent)}", "yellow"))
     if not wrong and not absent:
         show(
             Text(
-                "Each is right here in its smallest case; `mrb check --device cuda` tries the others", "green"
+                "All are correct in their smallest case; `mrb check --device cuda` tries the others", "green"
             )
         )
 
 
 DEFAULT_TRIALS = 24
 BUSY = (
-    "while these were measured {}, so they are too low: nothing is held to them, shares of them are marked "
-    "~, and the next `mrb bench` or `mrb doctor` in a quiet moment measures them again"
+    "while these were measured {}, so they are too low: no time is checked against them, shares of them are "
+    "marked ~, and the next `mrb bench` or `mrb doctor` on an idle machine measures them again"
 )
 
 
 class Nodes(NamedTuple):
-    """NUMA nodes as the system names them, and those that kernels are to mind."""
+    """The NUMA nodes of the system, and the nodes that kernels use."""
 
     system: Topology
     used: Topology | None
 
     def sentence(self) -> str:
         count, used = len(self.system.nodes), self.used
-        mind = "no kernel minds them" if used is None else f"kernels mind {used.text}"
+        mind = "no kernel uses them" if used is None else f"kernels use {used.text}"
         return f"{count} of memory, processors {self.system.text}; {mind} (MRB_NODES)"
 
 
 def doctor_command(
     again: Annotated[
         bool,
-        typer.Option("--again", help="Measure the roofs again; of each rate the highest ever seen is kept."),
+        typer.Option("--again", help="Measure the roofs again and keep the highest rates."),
     ] = False,
     power: Annotated[
         bool, typer.Option("--power", help="Instead, measure how small a slow-down is found here.")
@@ -115,8 +115,8 @@ def doctor_command(
     trials: Annotated[
         int | None,
         typer.Option(
-            help=f"With --power: how often the same code is compared (default {DEFAULT_TRIALS}); each "
-            "slow-down half as often.",
+            help=f"With --power: how often to compare the same code (default {DEFAULT_TRIALS}); each "
+            "slow-down is compared half as often.",
             show_default=False,
         ),
     ] = None,
@@ -124,21 +124,21 @@ def doctor_command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="With --power: the picture (default power.png); a JSON file is written beside it.",
+            help="With --power: the picture to write (default power.png), with a JSON file of the same name.",
         ),
     ] = None,
     device: Annotated[
         str,
         typer.Option(
-            help="Instead, try every GPU kernel once on cuda, cuda:1, ... and say what not to trust.",
+            help="Instead, try every GPU kernel once on cuda, cuda:1, ... and say which are wrong.",
             show_default=False,
         ),
     ] = "",
-    impl: Annotated[str, typer.Option(help="With --device: these kernels alone, as a shell pattern.")] = "*",
+    impl: Annotated[str, typer.Option(help="With --device: only these kernels, as a shell pattern.")] = "*",
     as_json: Json = False,
     include_path: IncludePath = None,
 ) -> None:
-    """What is this machine, and how fast can it be at most? Measures its peak rates (roofs) once.
+    """Show this machine and its peak rates (roofs), which are measured once.
 
     \b
     Examples:
@@ -148,10 +148,10 @@ def doctor_command(
       mrb doctor --power                                about 4 minutes
       mrb doctor --power --trials 200 --out power.png   about 30 minutes
 
-    The roofs are kept in ~/.cache/moe-routing-bench (or MRB_HOME), a file per
-    machine: bytes read a second by working set, operations a second by unit.
-    Those measured while the machine was busy are too low: they are marked, and
-    measured again by the next `mrb doctor`, or `mrb bench` in a quiet moment.
+    The roofs are kept in ~/.cache/moe-routing-bench (or MRB_HOME), one file per
+    machine: bytes per second by working set, operations per second by unit.
+    Roofs that were measured on a busy machine are too low. They are marked, and
+    the next `mrb doctor` or `mrb bench` on an idle machine measures them again.
     """
     if device:
         _try_kernels(device, impl, as_json)
@@ -203,7 +203,7 @@ def _show(machine: Machine, now: NoiseReading, roofs: Roofs, cannot: dict[str, s
     if len(nodes.system.nodes) > 1 or nodes.used:
         facts.add_row("nodes", nodes.sentence())
     facts.add_row("instructions", ", ".join(machine.instructions) or "nothing notable")
-    facts.add_row("GPUs", ", ".join(machine.gpus) or "none; nothing here is timed on a GPU")
+    facts.add_row("GPUs", ", ".join(machine.gpus) or "none, so nothing is timed on a GPU")
     facts.add_row("software", f"{machine.system}, Python {machine.python}, torch {machine.torch}")
     complaints = now.complaints(machine.cores)
     for label, text in zip(["noise"] + [""] * len(complaints), complaints or ["quiet"], strict=False):
@@ -219,7 +219,7 @@ def _show(machine: Machine, now: NoiseReading, roofs: Roofs, cannot: dict[str, s
             table.add_row("", f"reading: {', '.join(f'{_size(n)} {r / 1e9:.3g}' for n, r in rungs)} GB/s")
         rates = roofs.units or roofs.gemm_flops
         table.add_row("", f"{', '.join(f'{n} {r[threads] / 1e9:,.0f}' for n, r in rates.items())} GFLOP/s")
-    measured = f"the highest ever seen, by {roofs.how or 'torch'}, kept in {roofs_path(roofs.machine)}"
+    measured = f"the highest rates so far, by {roofs.how or 'torch'}, kept in {roofs_path(roofs.machine)}"
     table.add_row("", Text(measured, "dim"))
     if roofs.busy:
         table.add_row("", Text(BUSY.format(roofs.busy), "yellow"))
@@ -235,7 +235,7 @@ def _show(machine: Machine, now: NoiseReading, roofs: Roofs, cannot: dict[str, s
 
 
 def _size(count: int) -> str:
-    """65536 as 64K."""
+    """Writes 65536 as 64K."""
     for unit, factor in (("G", 2**30), ("M", 2**20)):
         if count >= factor:
             return f"{count // factor}{unit}"
@@ -262,7 +262,7 @@ def _power(trials: int, out: Path, as_json: bool) -> None:
     with user_mistakes():
         planned = plan_trials(trials)
         check_picture_path(out)
-    torch.set_num_threads(1)  # this process judges between samples and must not disturb the other cores
+    torch.set_num_threads(1)  # this process computes between samples and must not use the other cores
     command = shlex.join(["mrb", *sys.argv[1:]])
     try:
         with bar("comparing (Ctrl-C shows results so far)", "comparisons") as shown:

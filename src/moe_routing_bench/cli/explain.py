@@ -1,4 +1,4 @@
-"""mrb explain: what would run for these sizes and why, and why not the others. Nothing is computed."""
+"""mrb explain: says what would run for these sizes and why, and why not the others. It computes nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STYLES = {"could run": "green", "no": "yellow", "broken": "red", "cannot tell": 
 
 
 def _sizes_of(context: typer.Context, name: str) -> str:
-    """The sizes of a model as the defaults of the other options."""
+    """Sets the sizes of a model as the defaults of the other options."""
     if name:
         with user_mistakes():
             one = model_named(name)
@@ -60,18 +60,18 @@ def explain_command(
         str, typer.Option(help="compact, padded(capacity_factor=1.25) or block(64)")
     ] = "compact",
     dtype: Annotated[str, typer.Option(help=", ".join(SHOWN))] = "bfloat16",
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...; need not exist here")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...; this machine need not have it")] = "cpu",
     arch: Annotated[
-        str, typer.Option(help=f"A GPU that need not be here: {', '.join(TARGETS)}.", show_default=False)
+        str, typer.Option(help=f"A GPU, here or not: {', '.join(TARGETS)}.", show_default=False)
     ] = "",
     activation: Annotated[str, typer.Option(help=", ".join(ACTIVATIONS))] = "swiglu",
     bias: Annotated[bool, typer.Option("--bias/--no-bias", help="Experts with biases.")] = False,
-    train: Annotated[bool, typer.Option("--train/--no-train", help="Inputs that want gradients.")] = False,
+    train: Annotated[bool, typer.Option("--train/--no-train", help="Inputs need gradients.")] = False,
     impl: Annotated[str, typer.Option(help="A name, a name with options, or auto.")] = "auto",
     as_json: Json = False,
     include_path: IncludePath = None,
 ) -> None:
-    """What would run for these sizes, and why; and why not the others. Needs no memory and no GPU.
+    """Say what would run for these sizes and why, and why not the others. This needs no memory and no GPU.
 
     \b
     Examples:
@@ -126,9 +126,9 @@ def _show(document: dict[str, Any]) -> None:
     chosen = document["chosen"]
     verdict = {
         "could run": Text("It can run this.", "green"),
-        "no": Text(f"It cannot run this, and nothing falls back: {chosen['reason']}.", "red"),
+        "no": Text(f"It cannot run this, and there is no fallback: {chosen['reason']}.", "red"),
         "broken": Text(f"It is broken: {chosen['reason']}", "red"),
-        "cannot tell": Text(f"Whether it can run this is unknown here: {chosen['reason']}", "red"),
+        "cannot tell": Text(f"It is not known whether it can run this: {chosen['reason']}", "red"),
     }[chosen["answer"]]
     arrow, why = "auto -> " if document["asked_for"] == "auto" else "", document["why_chosen"]
     show(Text.assemble(arrow, (chosen["implementation"], "bold"), f", {why}. ", verdict), "")

@@ -1,4 +1,4 @@
-"""mrb model formats: what 8 and 4 bits lose, and what the kernel adds."""
+"""mrb model formats: shows the error of weights of 8 and 4 bits, and the error that the kernel adds."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def formats_command(
     steps: Annotated[int, typer.Option(min=1, max=100_000, help="Steps of that training.")] = 300,
     as_json: Json = False,
 ) -> None:
-    """What a format for expert weights loses against float32.
+    """Show the error of each format for expert weights, compared with float32.
 
     \b
     Examples:
-      mrb model formats                                        a layer of Qwen3-30B-A3B's width
-      mrb model formats --width 2880 --hidden 2880             of gpt-oss's
-      mrb model formats --text book.txt --steps 600            held-out loss by format too
+      mrb model formats                                        the width of Qwen3-30B-A3B
+      mrb model formats --width 2880 --hidden 2880             the width of gpt-oss
+      mrb model formats --text book.txt --steps 600            also the held-out loss
 
-    weights, layer: error of the stored weights and of a layer's result with
-    them, against float32. kernel: what expert_ffn.native adds to that in
-    bfloat16; int8 rows: what it adds if it rounds rows to 8 bits as well, with
-    store=..._a8. All are root mean squares, relative to the right values;
-    weights are random, with tails and column sizes like those of trained ones.
-    With --text: held-out nats a byte, how many more than with float32, and how
-    many more with rows of 8 bits.
+    weights, layer: the error of the stored weights, and of a layer's result with
+    them. kernel: the error that expert_ffn.native adds in bfloat16. int8 rows:
+    the error that it adds if it also rounds rows to 8 bits (store=..._a8). All
+    errors are root mean squares relative to float32. The weights are random,
+    with tails and column sizes like those of trained weights. With --text: the
+    held-out loss in nats per byte, the increase over float32, and the increase
+    with rows of 8 bits.
     """
     with user_mistakes():
         shape = MoEShape(T=tokens, D=d, F=f, E=e, K=min(2, e))

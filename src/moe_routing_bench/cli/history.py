@@ -1,4 +1,4 @@
-"""mrb results history: a metric over commits, with the commits at which it steps."""
+"""mrb results history: shows a metric over commits, and the commits at which its level changes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def history_command(
         Path, typer.Argument(metavar="DIR", help="A results folder with runs of many commits.")
     ],
     metric: Annotated[str, typer.Option(help="ratio (to the baseline) or ms.")] = "ratio",
-    case: Annotated[str, typer.Option(help="Only cases that match, as *olmoe*.")] = "*",
-    impl: Annotated[str, typer.Option(help="Only implementations that match, as native*.")] = "*",
+    case: Annotated[str, typer.Option(help="Only cases that match, such as *olmoe*.")] = "*",
+    impl: Annotated[str, typer.Option(help="Only implementations that match, such as native*.")] = "*",
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="PICTURE", help="Draw it: .png, .svg or .pdf.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """When did it become faster or slower? Every record names the commit that was measured.
+    """Show at which commit something became faster or slower. Every record names its commit.
 
     \b
     Examples:
@@ -41,8 +41,8 @@ def history_command(
       mrb results history results --case "*olmoe*" --impl "native*" --html history.html
       mrb results history results --metric ms -o history.png
 
-    A step is called a regression or an improvement only if nothing else
-    changed there: not the machine's torch, not the way of measuring.
+    A step is called a regression or an improvement only if nothing else changed
+    at that commit: not the machine, not torch, not the way of measuring.
     """
     chosen = pick("metric", metric, METRICS)
     with reading():

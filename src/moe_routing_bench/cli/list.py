@@ -1,6 +1,6 @@
-"""mrb list: operations with their implementations, routers, workloads, models and cases.
+"""mrb list: lists operations with their implementations, routers, workloads, models and cases.
 
-The rows of mrb list suites: what `mrb sweep SUITE` would measure, and what has been measured of it.
+`mrb list suites` shows what `mrb sweep SUITE` would measure, and how much of it has been measured.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ ORIGINAL_PLAN = "the project's original plan"
 
 
 def describe_suites() -> list[dict[str, Any]]:
-    """document: where its sizes come from; None: they are our own. measured: cells with a committed record,
-    None if there are none here. minutes: about, for `mrb sweep SUITE --full` on this machine."""
+    """Describes each suite. document: the source of its sizes; None if they are our own. measured: the number
+    of cells with a committed record; None if there are no records here. minutes: an estimate for `mrb sweep
+    SUITE --full` on this machine."""
     measured = measured_cases()
     rows = []
     for name, suite in SUITES.items():
@@ -85,23 +86,24 @@ def suite_table(rows: list[dict[str, Any]]) -> Table:
     table = two_columns(first_width=26)
     for row in rows:
         measured = "measured: not known here" if row["measured"] is None else f"measured: {row['measured']}"
-        numbers = f"{row['cells']} cells, {measured}, about {row['minutes']:g} minutes"
+        source = row["document"] or "our own sizes"
+        numbers = f"{source}; {row['cells']} cells, {measured}, about {row['minutes']:g} minutes"
         lines = [Text(row["purpose"]), Text(numbers, "dim")]
         table.add_row(Text(f"  {row['name']}", "bold"), Text("\n").join(lines))
     return table
 
 
 KINDS = ("ops", "routers", "workloads", "models", "cases")
-SUITE_ROWS = "suites"  # shown if asked for: the machine is probed for the minutes
+SUITE_ROWS = "suites"  # only shown if named, because the estimate of minutes probes the machine
 
-# where workloads are drawn: small enough for one line of 32 blocks, and 32 pairs per expert on average
+# the sizes of the pictures of workloads: one line of 32 blocks, and 32 pairs per expert on average
 REFERENCE = {"T": 512, "E": 32, "K": 2, "W": 8}
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def list_command(
     kind: Annotated[
-        str | None, typer.Argument(metavar="|".join((*KINDS, SUITE_ROWS)), help="Default: all but suites.")
+        str | None, typer.Argument(metavar="|".join((*KINDS, SUITE_ROWS)), help="Default: all except suites.")
     ] = None,
     as_json: Json = False,
     include_path: IncludePath = None,
@@ -144,7 +146,7 @@ def list_command(
         show(heading(name, op["summary"] or "broken"), _op_table(op), "")
     if "routers" in document:
         show(
-            heading("routers", f"which experts each token goes to, and with what weight{_at_sizes()}"),
+            heading("routers", f"they choose the experts and weights of each token{_at_sizes()}"),
             _router_table(document["routers"]),
             "",
         )
@@ -157,8 +159,8 @@ def list_command(
         show(heading("models", summary), _model_table(document["models"]), "")
     if "cases" in document:
         summary = (
-            "suites of sizes to measure (seed-...: those of the project's original plan); a case is "
-            "SUITE/CASE, a model's are MODEL/decode-1 ... prefill-16384"
+            "suites of sizes to measure (seed-...: from the project's original plan); a case is called "
+            "SUITE/CASE, and the cases of a model MODEL/decode-1 ... prefill-16384"
         )
         show(heading("cases", summary), _case_table(document["cases"]))
     if SUITE_ROWS in document:
@@ -168,7 +170,7 @@ def list_command(
 
 
 def _rows(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Whatever may be broken."""
+    """Returns the rows that may be broken."""
     implementations = [
         row for op in document.get("ops", {}).values() for row in op["implementations"].values()
     ]
@@ -176,7 +178,7 @@ def _rows(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _ops(outside: Outside) -> dict[str, Any]:
-    """Those of this package, then new ones; implementations from outside are the last of their op."""
+    """Returns the operations of this package, then new ones. Implementations from outside come last."""
     ops = {op.name: describe_op(op) for op in all_ops().values()}
     for file in outside.ops:
         row = described(file, outside, OpRow)
@@ -209,7 +211,7 @@ def _describe_workload(family: str) -> dict[str, Any]:
         "example": EXAMPLES[family],
         "reference": None,
     }
-    if family != "trace":  # it shows what a file holds, and there is none here
+    if family != "trace":  # a trace needs a file
         workload = make_workload(EXAMPLES[family], **REFERENCE)
         description["reference"] = {
             **REFERENCE,
@@ -262,7 +264,7 @@ def _lines(one: dict[str, Any]) -> Text:
 
 
 def _option(one: dict[str, Any]) -> Any:
-    """grouped_gemm=padded_bmm|block_sparse: an option and the values its configurations hold."""
+    """Writes an option with its values: grouped_gemm=padded_bmm|block_sparse."""
 
     def text(option: str) -> str:
         values = dict.fromkeys(str(config[option]) for config in one["configs"] if option in config)
@@ -329,7 +331,7 @@ def _workload_table(workloads: dict[str, Any]) -> Table:
 
 
 def _histogram(load: list[int]) -> str:
-    """A block per expert, by id; a dot for none, so that one pair and no pair look different."""
+    """Draws a block for each expert, or a dot for an expert without pairs."""
     top = max(load)
     return "".join(BLOCKS[(count * len(BLOCKS) - 1) // top] if count else "·" for count in load)
 

@@ -1,6 +1,6 @@
-"""mrb results merge: one results folder from those of several machines.
+"""mrb results merge: merges the results folders of several machines into one.
 
-mrb results compact: many small objects of a store on a URL into few big ones.
+mrb results compact: packs many small objects of a store on a URL into few big ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def merge_command(
     out: Annotated[Path, typer.Option(help="The folder to merge into; it may hold results already.")],
     as_json: Json = False,
 ) -> None:
-    """Copy the results of several machines into one folder. Their own folders stay as they are.
+    """Copy the results of several machines into one folder. The source folders are not changed.
 
     \b
     Examples:
@@ -32,17 +32,17 @@ def merge_command(
       mrb sweep seed-grid --out part2 --shard 2/2          on another
       mrb results merge part1 part2 --out results
 
-    The same session is taken once, however often it comes. A session with a
-    bad line, or whose samples are not those it was measured with, is refused
-    with a sentence and exit code 1; the others are merged.
+    A session is copied once, even if several folders hold it. A session with a
+    bad line or with changed samples is refused with a sentence and exit code 1;
+    the others are merged.
     """
     with reading():
         merged = merge([at_hand(folder) for folder in folders], out)
     if as_json:
         show_json(vars(merged))
     else:
-        there = f", {len(merged.there)} were there already" if merged.there else ""
-        twice = f"; {merged.twice} of them measured more than once, the latest counts" if merged.twice else ""
+        there = f", {len(merged.there)} existed already" if merged.there else ""
+        twice = f"; {merged.twice} of them have several runs; the latest counts" if merged.twice else ""
         show(f"{len(merged.copied)} sessions merged into {out}{there}. It holds {merged.cells} cells{twice}.")
     for sentence in merged.refused:
         say(f"not merged: {sentence}")
@@ -59,15 +59,15 @@ def compact_command(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Pack the results of many cells into few objects: a reader then needs few requests.
+    """Pack the results of many cells into few objects, so that a reader needs few requests.
 
     \b
     Examples:
       mrb results compact s3://bucket/runs
       mrb results compact s3://bucket/runs --drop
 
-    It may run at any time, beside sweeps, twice, or be killed. Nothing is
-    deleted without --drop, and with it only what a pack holds byte for byte.
+    You can run it at any time, during sweeps, several times, or stop it. Only
+    --drop deletes anything, and only parts that a pack holds byte for byte.
     """
     with reading():
         packed, dropped, sentences = compact_store(Objects(url), drop=drop)

@@ -1,6 +1,6 @@
-"""Options that several commands share, each group a dataclass; `with_options` gives them to a command.
+"""Options that several commands share. Each group is a dataclass, and `with_options` gives it to a command.
 
-One sentence and an exit code for a mistake of the user.
+A mistake of the user becomes one sentence and an exit code.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from moe_routing_bench.routers.router import include_folder
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 IncludePath = Annotated[list[Path] | None, typer.Option(metavar=INCLUDE.metavar, help=INCLUDE.help)]
-SPELLED = {"top_k": "--topk", "save": "--no-save"}  # where an option is not the argument with dashes
+SPELLED = {"top_k": "--topk", "save": "--no-save"}  # options that are not spelled like the argument
 
 
 def pick(what: str, name: str, choices: Iterable[str]) -> str:
-    """`name` if it is one of the choices, else an error that suggests one."""
+    """Returns `name` if it is one of the choices, else fails and suggests one."""
     with user_mistakes():
         return one_of(what, name, choices)
 
 
 def pick_all(what: str, names: str, choices: Iterable[str]) -> list[str]:
-    """The same for names separated by commas."""
+    """Does the same for names separated by commas."""
     choices = list(choices)
     return [pick(what, name.strip(), choices) for name in names.split(",")]
 
@@ -46,7 +46,7 @@ def fail(sentence: str) -> NoReturn:
 
 
 def sentence_of(error: ValueError) -> str:
-    """What is wrong, with arguments spelled as options."""
+    """Returns the message of an error, with arguments spelled as options."""
     if not isinstance(error, ArgumentError):
         return str(error)
     return error.spelled(lambda name: SPELLED.get(name, f"--{name.replace('_', '-')}"))
@@ -54,7 +54,7 @@ def sentence_of(error: ValueError) -> str:
 
 @contextmanager
 def user_mistakes() -> Iterator[None]:
-    """Use only around code that reads the user's input: a ValueError there is the user's mistake."""
+    """Turns a ValueError into one sentence. Use it only around code that reads the user's input."""
     try:
         yield
     except ValueError as error:
@@ -63,7 +63,7 @@ def user_mistakes() -> Iterator[None]:
 
 @contextmanager
 def reading() -> Iterator[Callable[[str], None]]:
-    """Around code that reads results: a spinner on a terminal, and one sentence for a mistake."""
+    """Shows a spinner while results are read, and turns a mistake into one sentence."""
     try:
         with spinner("reading") as doing:
             yield doing
@@ -89,7 +89,7 @@ def include_all(folders: list[Path] | None) -> None:
 
 
 def _typed(hint: Any) -> Any:
-    """A field's type with the option of it as typer wants it."""
+    """Returns the type of a field with its option in the form that typer needs."""
     for flag in hint.__metadata__:
         if isinstance(flag, Flag):
             option = typer.Option(*flag.names, help=flag.help, metavar=flag.metavar)
@@ -98,7 +98,7 @@ def _typed(hint: Any) -> Any:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each group among a command's parameters by its fields, one option each."""
+    """Replaces each group in a command's parameters by its fields, one option each."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters = []

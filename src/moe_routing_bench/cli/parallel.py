@@ -1,7 +1,7 @@
-"""mrb parallel plan: how many ranks should share the experts of a model, and what would a step cost?
+"""mrb parallel plan: says how many ranks should share the experts of a model, and what a step would cost.
 
-mrb parallel place: would another placement of experts on ranks pay?
-mrb parallel cache: which experts to keep in memory?
+mrb parallel place: says whether another placement of experts on ranks would save time.
+mrb parallel cache: says which experts to keep in memory.
 """
 
 from __future__ import annotations
@@ -31,24 +31,22 @@ from moe_routing_bench.workloads.trace import read_trace
 from moe_routing_bench.workloads.workload import check_name
 
 File = Annotated[Path, typer.Argument(metavar="TRACE", help="A file that `mrb model trace record` wrote.")]
-Model = Annotated[
-    str | None, typer.Option(help="Whose experts are moved, for bytes: a name from `mrb list models`.")
-]
-Bits = Annotated[float, typer.Option(help="Bits of one weight, for bytes.")]
+Model = Annotated[str | None, typer.Option(help="A name from `mrb list models`, to show bytes.")]
+Bits = Annotated[float, typer.Option(help="Bits per weight, to show bytes.")]
 
 
 def place_command(
     file: File,
     ranks: Annotated[int, typer.Option(help="Ranks that share the experts of a layer.")],
-    replicas: Annotated[str, typer.Option(help="Numbers of further copies to try: 0,16,32.")] = "0",
+    replicas: Annotated[str, typer.Option(help="Numbers of extra copies to try: 0,16,32.")] = "0",
     ranks_per_node: Annotated[int, typer.Option(help="0: all ranks on one node.")] = 0,
-    windows: Annotated[int, typer.Option(help="Parts of the trace: one is counted, the next predicted.")] = 4,
-    tokens: Annotated[int, typer.Option(help="Tokens of a step, of all ranks together.")] = 1024,
+    windows: Annotated[int, typer.Option(help="Parts of the trace; each predicts the next.")] = 4,
+    tokens: Annotated[int, typer.Option(help="Tokens per step of all ranks together.")] = 1024,
     model: Model = None,
     bits: Bits = 16,
     as_json: Json = False,
 ) -> None:
-    """Would another placement of experts on ranks pay? Tried on a recorded routing; says no if it would not.
+    """Say whether another placement of experts on ranks would save time, from a recorded routing.
 
     \b
     Examples:
@@ -104,9 +102,9 @@ def _answer(study: PlacementStudy) -> str:
     best, first = study.best, study.tried[0]
     if not study.pays:
         return (
-            f"No, it will not pay, as far as this trace tells: the best of them, {_name(best)}, saves "
-            f"{_saved(best)} of the experts' time in the next window. It should be more than "
-            f"{100 * PAYS:.0f} %, and surely more than 0."
+            f"No, another placement would not pay in this trace: the best one, {_name(best)}, saves "
+            f"{_saved(best)} of the experts' time in the next window. It should save more than "
+            f"{100 * PAYS:.0f} %, and certainly more than 0."
         )
     return (
         f"Yes: {_name(best)} lowers the busiest rank from {first.next:.2f} to {best.next:.2f} times the mean "
@@ -117,26 +115,28 @@ def _answer(study: PlacementStudy) -> str:
 
 def _notes(study: PlacementStudy) -> list[str]:
     return [
-        "next window: the busiest rank's load over the mean, step by step, with the placement made from the "
-        "window before; same window: in hindsight. time saved: of the experts, with a 99 % interval over "
-        "layers and windows. moved: experts of a layer, from window to window.",
-        f"Evenly random routing has {study.chance:.3f} on contiguous ranks: no placement is below its own "
-        "chance for long. Copies of an expert share its tokens equally. Time to send tokens is not in it.",
+        "next window: the load of the busiest rank divided by the mean, with a placement made from the "
+        "window before. same window: with a placement made from the same window. time saved: share of the "
+        "experts' time, with a 99 % interval over layers and windows. moved: experts per layer from window "
+        "to window.",
+        f"Evenly random routing has {study.chance:.3f} on contiguous ranks, and no placement stays below its "
+        "own chance level. Copies of an expert share its tokens equally. The time to send tokens is not "
+        "counted.",
         *study.left_out,
     ]
 
 
 def cache_command(
     file: File,
-    slots: Annotated[int, typer.Option(help="Experts of a layer that fit at once.")],
-    policy: Annotated[str, typer.Option(help="What to try, by commas.")] = ",".join(POLICIES),
-    tokens: Annotated[int, typer.Option(help="At most so many tokens of each layer, the first.")] = 16_384,
+    slots: Annotated[int, typer.Option(help="Experts of a layer that fit into memory.")],
+    policy: Annotated[str, typer.Option(help="Policies to try, separated by commas.")] = ",".join(POLICIES),
+    tokens: Annotated[int, typer.Option(help="Tokens of each layer to use, the first ones.")] = 16_384,
     model: Model = None,
     bits: Bits = 16,
-    gb_per_second: Annotated[float, typer.Option(help="Of the link that loads experts, for seconds.")] = 25.0,
+    gb_per_second: Annotated[float, typer.Option(help="Speed of the link that loads experts.")] = 25.0,
     as_json: Json = False,
 ) -> None:
-    """Which experts to keep in memory if not all fit? Policies tried on a recorded routing, token by token.
+    """Say which experts to keep in memory if not all fit, by trying policies on a recorded routing.
 
     \b
     Examples:
@@ -159,7 +159,7 @@ def cache_command(
         return
     sizes = f"{layers} layer{'s' if layers > 1 else ''}, {used:,} tokens each, {slots} slots"
     show(heading(printable(file.name), sizes), "", *_cached(cached, per_token, expert, gb_per_second))
-    show("", Text("belady knows the future: no policy can load less. loads: a token and layer.", "dim"))
+    show("", Text("belady knows the future, so no policy can load less. loads: per token and layer.", "dim"))
 
 
 def _cached(
@@ -176,18 +176,18 @@ def _cached(
 
 
 def _expert_bytes(name: str, bits: float) -> float:
-    """One expert of a published model: its two or three matrices."""
+    """Returns the bytes of one expert of a published model: its two or three matrices."""
     if not 1 <= bits <= 64:
         raise ValueError(f"--bits is {bits:g}; a weight has 1 to 64")
     one = published_model(name)
     return one.D * one.F * (3 if one.activation in GATED else 2) * bits / 8
 
 
-SHOWN = 8  # ways with one degree
+SHOWN = 8  # plans with the same degree
 
 
 def fabrics_command() -> None:
-    """The fabrics that are shipped. Another one is a TOML file with the same entries."""
+    """List the networks of GPUs in this package. Your own is a TOML file with the same entries."""
     table = two_columns()
     for name in shipped():
         table.add_row(name, read_fabric(name).title)
@@ -196,29 +196,28 @@ def fabrics_command() -> None:
 
 def plan_command(
     model: Annotated[str, typer.Option(help="A name from `mrb list models`.")],
-    gpus: Annotated[int, typer.Option(help="How many you have.")],
+    gpus: Annotated[int, typer.Option(help="Number of GPUs.")],
     fabric: Annotated[
         str, typer.Option(help="A name from `mrb parallel fabrics`, or a file.toml.")
     ] = "h100-400g",
     tokens: Annotated[int, typer.Option(help="Tokens that each GPU brings to a step.")] = 4096,
     workload: Annotated[
-        str, typer.Option(help="Who chooses whom: `mrb list workloads`, or trace(FILE,layer=3).")
+        str, typer.Option(help="The routing: `mrb list workloads`, or trace(FILE,layer=3).")
     ] = "uniform",
-    spare: Annotated[
-        str, typer.Option(help="Places for copies on each rank beyond the fewest, to try: 0,1,2.")
-    ] = "0,1",
+    spare: Annotated[str, typer.Option(help="Extra places for copies on each rank, to try: 0,1,2.")] = "0,1",
     drop: Annotated[float, typer.Option(help="Share of pairs that a fixed capacity may drop.")] = 0.001,
-    layers: Annotated[int, typer.Option(help="MoE layers, for memory; 0: those of the model.")] = 0,
-    weight_bits: Annotated[float, typer.Option(help="Bits of a weight.")] = 16,
-    send_bits: Annotated[float, typer.Option(help="Bits of a number on its way to an expert.")] = 16,
-    return_bits: Annotated[float, typer.Option(help="Bits of a number on its way back.")] = 16,
+    layers: Annotated[int, typer.Option(help="MoE layers, for memory; 0: as in the model.")] = 0,
+    weight_bits: Annotated[float, typer.Option(help="Bits per weight.")] = 16,
+    send_bits: Annotated[float, typer.Option(help="Bits per number sent to an expert.")] = 16,
+    return_bits: Annotated[float, typer.Option(help="Bits per number sent back.")] = 16,
     memory_share: Annotated[float, typer.Option(help="Share of a GPU's memory for experts and rows.")] = 0.6,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="A picture: .svg, .png or .pdf.")] = None,
     as_json: Json = False,
 ) -> None:
-    """I have so many GPUs and this model: what degree of expert parallelism, how many copies, what capacity?
+    """Plan a model on N GPUs: the degree of expert parallelism, copies of experts, capacity, cost of a step.
 
-    A model, not a measurement: every assumption is printed, and docs/parallel.md says how far to believe it.
+    The plan is a model, not a measurement. It prints every assumption; docs/parallel.md says how far to trust
+    it.
 
     \b
     Examples:
@@ -233,11 +232,11 @@ def plan_command(
         check_name(workload)
         for name, bits in (("weight", weight_bits), ("send", send_bits), ("return", return_bits)):
             if not 1 <= bits <= 64:
-                raise ValueError(f"--{name}-bits is {bits:g}; a number has 1 to 64")
+                raise ValueError(f"--{name}-bits is {bits:g}; it must be from 1 to 64")
         if not 1 <= tokens <= MAX_TOKENS:
-            raise ValueError(f"--tokens is {tokens}; a GPU brings 1 to {MAX_TOKENS:,}")
+            raise ValueError(f"--tokens is {tokens}; it must be from 1 to {MAX_TOKENS:,}")
         if not 0 <= drop < 1 or not 0 < memory_share <= 1 or layers < 0:
-            raise ValueError("--drop is 0 to 1, --memory-share above 0 and at most 1, --layers not negative")
+            raise ValueError("--drop is 0 to 1, --memory-share above 0 and at most 1, --layers at least 0")
         places = read_fabric(fabric)
         size = LayerSize(
             D=one.D, F=one.F, E=one.E, K=one.K, shared_F=one.shared_F, gated=one.activation in GATED,
@@ -297,23 +296,23 @@ def _advice(question: Question, reply: ParallelPlan) -> str:
     if best is None:
         least = min(reply.options, key=lambda one: one.memory)
         return (
-            f"None fits {room:.0f} GB a GPU: the least is {least.memory / 1e9:.1f} GB with degree "
-            f"{least.degree}. Take more GPUs, fewer bits or a larger --memory-share."
+            f"No plan fits into {room:.0f} GB per GPU: the smallest needs {least.memory / 1e9:.1f} GB with "
+            f"degree {least.degree}. Use more GPUs, fewer bits or a larger --memory-share."
         )
     groups = question.gpus // best.degree
     if best.degree == 1:
-        first = "Take no expert parallelism: every GPU holds all experts."
+        first = "Use no expert parallelism: every GPU holds all experts."
     else:
         copies = f"{best.copies} more copies" if best.copies else "one copy of each expert"
         first = (
-            f"Take degree {best.degree} ({groups} group{'s' if groups > 1 else ''}), {copies}, placed "
+            f"Use degree {best.degree} ({groups} group{'s' if groups > 1 else ''}), {copies}, placed "
             f"{best.way}, {best.transport}, {best.layout}."
         )
     slowest = max(best.seconds, key=lambda part: best.seconds[part])
     waits = f", limited by: {best.limits[slowest]}" if slowest in best.limits else ""
     rate = question.tokens / best.total
     return (
-        f"{first} A layer takes {1e6 * best.total:,.0f} us, {rate:,.0f} tokens a second and GPU, "
+        f"{first} A layer takes {1e6 * best.total:,.0f} us, {rate:,.0f} tokens per second and GPU, "
         f"{best.memory / 1e9:.1f} of {room:.0f} GB; the longest part is {slowest} "
         f"({100 * best.seconds[slowest] / best.total:.0f} %{waits})."
     )
@@ -324,8 +323,9 @@ def assumptions(question: Question, reply: ParallelPlan) -> list[str]:
     device, inside, between = fabric.device, fabric.inside, fabric.between
     once = ", ".join(f"{steps} of degree {degree}" for degree, steps in reply.steps.items())
     lines = [
-        f"inside a node ({fabric.ranks_per_node} ranks): {inside.gb_per_second:g} GB/s a rank and direction, "
-        f"{inside.exchange_us:g} us an exchange, {inside.message_us:g} us a message; between nodes: "
+        f"inside a node ({fabric.ranks_per_node} ranks): {inside.gb_per_second:g} GB/s per rank and "
+        f"direction, {inside.exchange_us:g} us per exchange, {inside.message_us:g} us per message; between "
+        "nodes: "
         f"{between.gb_per_second:g} GB/s, {between.exchange_us:g} us, {between.message_us:g} us"
         + _shared(fabric),
         f"a rank: {device.tflops:g} TFLOP/s, {device.memory_gb_per_second:g} GB/s, {device.launch_us:g} us "
@@ -333,18 +333,18 @@ def assumptions(question: Question, reply: ParallelPlan) -> list[str]:
         *fabric.sources,
         f"bits: {8 * size.weight_bytes:g} of a weight, {8 * size.send_bytes:g} sent, "
         f"{8 * size.return_bytes:g} returned; the rate of arithmetic is the same for all",
-        "parts follow one another, each ends with its slowest rank; nothing overlaps, and a hierarchical "
-        "exchange does not begin to pass on before all has arrived",
-        f"memory: experts of {question.layers} layers, rows of one; not in it: attention, cache, optimiser. "
-        f"! is more than the {question.memory / 1e9:.0f} GB that --memory-share leaves",
-        f"forward alone, one layer; a capacity drops at most {100 * question.drop:g} % of pairs; plans "
-        f"within {100 * CLOSE:g} % of the fastest count as equal, and the simplest is taken",
-        f"groups are alike and do not disturb one another; steps counted pair by pair: {once}",
-        "placements are made from the step before; of the workload's tokens, each rank has the same number "
-        "unless the workload says otherwise; limits on groups of experts hold only if the routing has them",
+        "parts run one after another, and each ends with its slowest rank; nothing overlaps, and a "
+        "hierarchical exchange starts to pass rows on when all have arrived",
+        f"memory: experts of {question.layers} layers and rows of one layer, without attention, cache and "
+        f"optimiser. ! is more than the {question.memory / 1e9:.0f} GB that --memory-share leaves",
+        f"forward only, one layer; a capacity drops at most {100 * question.drop:g} % of pairs; plans "
+        f"within {100 * CLOSE:g} % of the fastest count as equal, and the simplest is chosen",
+        f"groups are equal and do not slow each other down; steps counted pair by pair: {once}",
+        "placements are made from the step before; each rank has the same number of tokens unless the "
+        "workload says otherwise; limits on groups of experts hold only if the routing has them",
     ]
     if reply.reused:
-        lines.append(f"{MAX_TOKENS:,} tokens were drawn for a group and used again by further ranks")
+        lines.append(f"{MAX_TOKENS:,} tokens were drawn for a group and used again for more ranks")
     return [*lines, *reply.left_out]
 
 

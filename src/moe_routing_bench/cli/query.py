@@ -1,4 +1,4 @@
-"""mrb results show, query and export: an overview of a results folder, SQL queries, Parquet and CSV."""
+"""mrb results show, query and export: the winners in a results folder, SQL queries, Parquet and CSV."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def show_command(
     direction: Annotated[str | None, typer.Option(help="Only forward, backward or train.")] = None,
     as_json: Json = False,
 ) -> None:
-    """What was measured? Shows the best implementation of each case.
+    """Show the fastest implementation of each case, by how much, and how sure that is.
 
     \b
     Examples:
@@ -64,7 +64,7 @@ def query_command(
     columns: Annotated[bool, typer.Option("--columns", help="Show the columns a SELECT can use.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Answers a query in SQL, which can only read.
+    """Run a SQL query. A query can only read.
 
     \b
     Examples:
@@ -92,10 +92,10 @@ def query_command(
 
 
 def _saved(folder: Path | None) -> Path:
-    """The folder, or the one in which `mrb bench` saves."""
+    """Returns the folder, or the folder in which `mrb bench` saves."""
     if folder is None and not default_results().is_dir():
         raise ValueError(
-            f"nothing is saved yet in {default_results()}, where `mrb bench` saves; --folder names another"
+            f"`mrb bench` has saved nothing yet in {default_results()}; --folder names another folder"
         )
     return default_results() if folder is None else folder
 
@@ -109,7 +109,7 @@ def export_command(
     csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="The CSV file to write.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Write all records of a folder into one file, a row each, for pandas, DuckDB or a spreadsheet.
+    """Write all records of a folder into one file with a row for each, for pandas, DuckDB or a spreadsheet.
 
     \b
     Examples:

@@ -1,4 +1,5 @@
-"""mrb results report: one page from results folders, its figures as files, a table for a pull request."""
+"""mrb results report: makes a page from results folders, its figures as files, or a table for a pull
+request."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def report_command(
         bool, typer.Option("--markdown", help="Print a short table for a pull request; no page without -o.")
     ] = False,
 ) -> None:
-    """Turn results into one page that needs no network: who wins where, and how sure that is.
+    """Make one page from results that needs no network: what wins, by how much, and how sure that is.
 
     \b
     Examples:
@@ -52,8 +53,8 @@ def report_command(
       mrb results report results --markdown
       mrb results report results --plotly explore.html
 
-    Timing and training records may be mixed. Results of unlike machines stand
-    in chapters of their own and are never compared.
+    You can mix timing and training records. Results of different machines are in
+    separate chapters and are never compared.
     """
     with reading() as doing, results_folders([at_hand(folder) for folder in folders]) as contents:
         doing(f"reading {len(contents)} folders")
@@ -81,7 +82,7 @@ def report_command(
 
 
 def write_page(page: Page, target: Path) -> Path:
-    """Where it is now."""
+    """Writes the page and returns its path."""
     try:
         return page.write(target)
     except NotImplementedError as error:
@@ -89,7 +90,7 @@ def write_page(page: Page, target: Path) -> Path:
 
 
 def write_figures(page: Page, folder: Path) -> int:
-    """How many; figures of two chapters that have the same name get a number."""
+    """Writes the figures and returns their number. Figures with the same name get a number."""
     folder.mkdir(parents=True, exist_ok=True)
     taken: dict[str, int] = {}
     for picture in page.pictures:

@@ -1,4 +1,4 @@
-"""mrb sweep: measures many cases, workloads and layouts into one folder; can be stopped and resumed."""
+"""mrb sweep: measures many cases, workloads and layouts into one folder. It can be stopped and resumed."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def sweep_command(
         bool, typer.Option("--resume/--no-resume", help="Skip what the folder already holds.")
     ] = True,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Repeat cells in which something did not pass.")
+        bool, typer.Option("--retry-failed", help="Repeat cells in which an implementation failed.")
     ] = False,
     shard: Annotated[
         str,
-        typer.Option(metavar="I/N", help="Every N-th cell only, for N machines; auto in a Slurm array."),
+        typer.Option(metavar="I/N", help="Only every N-th cell, for N machines; auto in a Slurm array."),
     ] = "",
     claim: Annotated[
-        bool, typer.Option("--claim", help="Take only cells that no other machine works on; --out is a URL.")
+        bool, typer.Option("--claim", help="Skip cells that another machine measures; --out is a URL.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show cells and time, measure nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show cells and time; measure nothing.")] = False,
     engine: Annotated[
         str,
         typer.Option(help=f"What runs the cells: {', '.join(ENGINES)}, ray(LABEL=VALUE) for some nodes."),
@@ -68,8 +68,8 @@ def sweep_command(
       mrb sweep seed-grid --out s3://bucket/runs --claim    on any number of machines
       mrb sweep seed-grid --out results --engine "ray(gpu=h100)"
 
-    A cell is one case under one workload; its implementations are timed
-    together. A LIST is separated by commas; every combination is measured.
+    A cell is one case with one workload; its implementations are timed together.
+    The items of a LIST are separated by commas; every combination is measured.
     """
     include_all(what.include_path)
     name = url_of(out) or out
@@ -98,7 +98,7 @@ def sweep_command(
         with user_mistakes():
             planned.run(suite=suite, roofs=roofs, progress=True, on_outcome=done)
     except KeyboardInterrupt:
-        advice = f"The same command goes on from here; `mrb results --folder {name}` shows what there is."
+        advice = f"The same command continues from here; `mrb results --folder {name}` shows the results."
         stopped(len(outcomes), len(plan.todo), advice)
     if as_json:
         show_json({**_numbers(plan), "cells": [outcome_document(one) for one in outcomes]})
@@ -106,7 +106,7 @@ def sweep_command(
         show(f"Results are in {name}: `mrb results --folder {name}`, `mrb tune decide {name}`.")
     end(outcomes, what)
     if plan.failed and not retry_failed:
-        raise typer.Exit(NOT_TIMED)  # the first sentence said so
+        raise typer.Exit(NOT_TIMED)  # a sentence was printed already
 
 
 def _show_plan(plan: SweepPlan, as_json: bool) -> None:
@@ -125,20 +125,20 @@ def _numbers(plan: SweepPlan) -> dict[str, float]:
 def _sentence(plan: SweepPlan) -> str:
     minutes = plan.seconds / 60
     about = f"about {minutes:.0f} minutes" if minutes >= 2 else f"about {plan.seconds:.0f} seconds"
-    failed = f"; in {plan.failed} something did not pass (--retry-failed)" if plan.failed else ""
-    return f"{len(plan.todo)} cells to measure, {about}; {plan.done} are measured already{failed}."
+    failed = f"; {plan.failed} have a failure (--retry-failed)" if plan.failed else ""
+    return f"{len(plan.todo)} cells to measure, {about}; {plan.done} are already measured{failed}."
 
 
 def _line(outcome: CellOutcome) -> Text:
-    """A cell in one line: the best implementation, its ratio to the baseline, and what went wrong."""
-    passed = [one for one in outcome.subjects if one.samples]
-    broken = [one for one in outcome.subjects if one.status not in (Status.PASSED, Status.UNSUPPORTED)]
+    """Writes a cell in one line: the best implementation, its ratio to the baseline, and failures."""
+    passed = [one for one in outcome.implementations if one.samples]
+    broken = [one for one in outcome.implementations if one.status not in (Status.PASSED, Status.UNSUPPORTED)]
     text = Text(f"{outcome.experiment.title}: ")
     if passed:
         best = min(passed, key=lambda one: 1.0 if one.comparison is None else one.comparison.ratio)
         ratio = 1.0 if best.comparison is None else best.comparison.ratio
         verdict = "baseline" if best.comparison is None else best.comparison.verdict
-        text.append(f"{short_label(best.label)} @ {best.subject.layout}", "bold")
+        text.append(f"{short_label(best.label)} @ {best.implementation.layout}", "bold")
         text.append(f" {ratio:.3f} {verdict}, {len(passed)} timed, {outcome.seconds:.0f} s")
     else:
         text.append("nothing passed", "red")

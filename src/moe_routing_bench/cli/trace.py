@@ -1,7 +1,7 @@
-"""mrb model trace record and show: write the routing of a real model into a file, and look at it.
+"""mrb model trace record and show: writes the routing of a real model into a file, and shows it.
 
-mrb model trace import, check and diff: routes that serving engines captured, their faults, their
-disagreement.
+mrb model trace import, check and diff: reads routes that serving engines captured, finds faults in them, and
+compares two of them.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from moe_routing_bench.workloads.trace_diff import Difference, TraceDiff, diff
 from moe_routing_bench.workloads.trace_summary import LayerSummary, summarise
 
 Experts = Annotated[
-    int | None, typer.Option(help="Experts of a layer in the model; the engine does not say it.")
+    int | None, typer.Option(help="Experts per layer of the model; engines do not report it.")
 ]
 NumLayers = Annotated[
     int | None, typer.Option(help="Layers in the engine's array, dense ones too; needed for SGLang.")
 ]
-Choices = Annotated[int | None, typer.Option(help="Choices of a token; needed for SGLang.")]
+Choices = Annotated[int | None, typer.Option(help="Experts per token; needed for SGLang.")]
 Start = Annotated[int, typer.Option(help="Position of the first row, if the prompt was left out.")]
 Layers = Annotated[str | None, typer.Option(help="Only these layers of the array: 3-60. Default: all.")]
 
@@ -61,10 +61,10 @@ def import_command(
     start: Start = 0,
     first_layer: Annotated[
         int,
-        typer.Option(help="The number in the model of the array's first layer, if it has MoE layers only."),
+        typer.Option(help="The model's number of the array's first layer, if the array has only MoE layers."),
     ] = 0,
 ) -> None:
-    """Make a trace of the routed experts that a serving engine returned. Refused if `check` finds a fault.
+    """Make a trace from the experts that a serving engine returned. It is refused if `check` finds a fault.
 
     \b
     Examples:
@@ -72,13 +72,13 @@ def import_command(
       mrb model trace import sglang.json --experts 256 --num-layers 61 --choices 8 \\
         --layers 3-60 --out r.safetensors
 
-    Engines return no gates: the trace has 1 / K for each.
+    Engines return no gates, so every gate of the trace is 1 / K.
     """
     with user_mistakes():
         recording = _recording(file, experts, layers, num_layers, choices, start)
         if faults := check(recording):
             more = f" (and {len(faults) - 1} more: mrb model trace check)" if len(faults) > 1 else ""
-            raise ValueError(f"{file} was not captured well: {faults[0].sentence}{more}")
+            raise ValueError(f"{file} has a fault: {faults[0].sentence}{more}")
         if not out.parent.is_dir():
             raise ValueError(f"{out.parent} is not a folder; make it first")
         if not 0 <= first_layer < 10_000:
@@ -99,7 +99,7 @@ def check_command(
     start: Start = 0,
     as_json: Json = False,
 ) -> None:
-    """Look for the faults that captured routes have: zeros, old rows, ids twice, shifts. Exit code 1 if any.
+    """Find faults in captured routes: zeros, old rows, repeated ids, shifts. Exit code 1 if there is one.
 
     \b
     Examples:
@@ -129,12 +129,12 @@ def check_command(
 
 def diff_command(
     a: Annotated[
-        Path, typer.Argument(help="A trace, best one with scores (mrb model trace record --scores).")
+        Path, typer.Argument(help="A trace, preferably with scores (mrb model trace record --scores).")
     ],
     b: Annotated[Path, typer.Argument(help="A trace of the same tokens.")],
     as_json: Json = False,
 ) -> None:
-    """Where do two recordings of the same tokens disagree? By layer and position, with the margin of flips.
+    """Show where two recordings of the same tokens differ, by layer and position, with the margin of flips.
 
     \b
     Examples:
@@ -191,16 +191,15 @@ def _span(first: int, last: int) -> str:
 
 
 def _file_notes(difference: TraceDiff) -> list[str]:
-    notes = ["choices differ: experts of A that B did not choose for the token, in whatever order."]
+    notes = ["choices differ: experts that A chose for a token and B did not, in any order."]
     if difference.scores_of:
         notes.append(
-            f"margin: {difference.scores_of}'s score of a choice less its score of the one that took its "
-            "place, "
-            "median "
-            "over flips; usual margin: the last chosen less the first not chosen, median over tokens."
+            f"margin: the score of a choice minus the score of its replacement, by {difference.scores_of}'s "
+            "scores, median over flips; usual margin: the score of the last chosen expert minus the first "
+            "not chosen, median over tokens."
         )
     else:
-        notes.append("Neither has scores, so there are no margins; record with --scores.")
+        notes.append("Neither trace has scores, so there are no margins; record with --scores.")
     if difference.only_a or difference.only_b:
         notes.append(
             f"Not compared: {difference.only_a:,} tokens that only A has, "
@@ -214,7 +213,7 @@ def read_layers(text: str) -> list[int]:
 
 
 def _is_trace(file: Path) -> bool:
-    """A safetensors file begins with the length of its header and the header, which is JSON."""
+    """Returns whether it is a safetensors file: these begin with the length of a JSON header."""
     if not file.is_file():
         raise ValueError(f"there is no file {file}")
     with file.open("rb") as opened:
@@ -230,7 +229,7 @@ def _recording(
     start: int,
 ) -> Recording:
     if experts is None:
-        raise ValueError("engines do not say how many experts a layer has; give --experts")
+        raise ValueError("engines do not report how many experts a layer has; give --experts")
     if not 1 <= experts <= MAX_EXPERTS:
         raise ValueError(f"--experts is {experts}; it must be between 1 and {MAX_EXPERTS:,}")
     requests = read_requests(file, num_layers=num_layers, choices=choices, start=start)
@@ -264,7 +263,7 @@ def _write(recording: Recording, file: Path, out: Path, first_layer: int) -> Non
 
 BYTES = "bytes"
 FORMS = ("auto", *DTYPES)
-# bytes of text read for each token wanted; the tokens of no common tokenizer are longer on average
+# bytes of text to read per token; the tokens of every common tokenizer are shorter on average
 BYTES_PER_TOKEN = 64
 MAX_TOKENS = 1 << 24
 SHOWN_DOCUMENTS = 12
@@ -272,7 +271,7 @@ MAX_LETTERS = 500  # of text from a file or an error
 
 trace_app = typer.Typer(
     no_args_is_help=True,
-    help="What a model's MoE layers choose: record, look, check, compare.",
+    help="Record, show, check and compare which experts a model chooses.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 trace_app.command("import")(import_command)
@@ -287,9 +286,9 @@ def record_command(
     ],
     text: Annotated[list[Path], typer.Option(help="A UTF-8 text to read. Repeatable: each is a document.")],
     out: Annotated[Path, typer.Option(help="The file to write, usually NAME.safetensors.")],
-    tokens: Annotated[int, typer.Option(help="Number of tokens in all, shared evenly by the texts.")] = 8192,
+    tokens: Annotated[int, typer.Option(help="Total number of tokens, shared evenly by the texts.")] = 8192,
     batch: Annotated[int, typer.Option(help="Pieces of text that the model reads together.")] = 4,
-    sequence: Annotated[int, typer.Option(help="Tokens in a piece: what the model sees at once.")] = 512,
+    sequence: Annotated[int, typer.Option(help="Tokens in a piece, which the model reads at once.")] = 512,
     layers: Annotated[
         str | None, typer.Option(help="Only these layers: 0,4,8-11. Default: all MoE layers.")
     ] = None,
@@ -301,11 +300,11 @@ def record_command(
     scores: Annotated[
         bool,
         typer.Option(
-            "--scores", help="Keep the routers' scores too, for the margins of mrb model trace diff."
+            "--scores", help="Also keep the routers' scores, for the margins of mrb model trace diff."
         ),
     ] = False,
 ) -> None:
-    """Run a model over texts and write down what every MoE layer chose, with gates, positions and documents.
+    """Run a model on texts and record the choices of every MoE layer, with gates, positions and documents.
 
     \b
     Examples:
@@ -320,7 +319,7 @@ def record_command(
         if tokenizer is None and _is_run(Path(model).expanduser()):
             tokenizer = BYTES
         wanted = None if layers is None else read_layers(layers)
-        loaded = _load_model(model, dtype)
+        loaded = loaded_model(model, dtype)
         share = math.ceil(tokens / len(text))
         documents = [_tokens_of(path, share, tokenizer or model, loaded) for path in text]
         total = min(tokens, sum(document.numel() for document in documents))
@@ -351,7 +350,7 @@ def show_command(
     document: Annotated[int | None, typer.Option(help="Only the tokens of this document.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a recorded routing: load, entropy, dead experts, gates, experts kept from token to token.
+    """Show a recorded routing: load, entropy, dead experts, gates, and experts kept from token to token.
 
     \b
     Examples:
@@ -391,14 +390,15 @@ def _mistakes() -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    """Errors of libraries have many lines; the first says what happened."""
+    """Returns the first line of an error. Errors of libraries have many lines; the first says what
+    happened."""
     return printable(str(error).strip().partition("\n")[0], MAX_LETTERS) or type(error).__name__
 
 
 def _check_record(
     model: str, text: list[Path], out: Path, tokens: int, batch: int, sequence: int, dtype: str
 ) -> None:
-    """Before a model is loaded, which may take minutes."""
+    """Checks the options before a model is loaded, because loading may take minutes."""
     for name, value, most in (
         ("tokens", tokens, MAX_TOKENS),
         ("batch", batch, 4096),
@@ -422,11 +422,12 @@ def _check_record(
 
 
 def _is_run(folder: Path) -> bool:
-    """Did `mrb train` write this folder?"""
+    """Returns whether `mrb train` wrote this folder."""
     return (folder / SETTINGS).is_file()
 
 
-def _load_model(name: str, dtype: str) -> Any:
+def loaded_model(name: str, dtype: str) -> Any:
+    """Loads a run of `mrb train`, a Transformers checkpoint or a name on the Hub, without its code."""
     folder = Path(name).expanduser()
     if _is_run(folder):
         return load_model(folder)
@@ -441,7 +442,7 @@ def _load_model(name: str, dtype: str) -> Any:
         logging.disable_progress_bar()
     where = str(folder) if folder.is_dir() else name
     try:
-        # a pickle can run anything, and so can code that comes with a model
+        # a pickle can run any code, and so can code that comes with a model
         return AutoModelForCausalLM.from_pretrained(
             where, dtype=dtype, use_safetensors=True, trust_remote_code=False
         )
@@ -467,7 +468,7 @@ def _tokens_of(path: Path, count: int, tokenizer: str, model: Any) -> Tensor:
     if not content:
         raise ValueError(f"{path} holds no text")
     if not ids:
-        # Transformers makes an empty tokenizer for a folder that has none
+        # Transformers makes an empty tokenizer for a folder without one
         raise ValueError(f"the tokenizer {tokenizer} makes no token of {path}; name another with --tokenizer")
     known = model.get_input_embeddings().num_embeddings
     if max(ids) >= known:
@@ -567,16 +568,16 @@ def _table(trace: Trace, summaries: list[LayerSummary]) -> Table:
 def _notes(trace: Trace, summaries: list[LayerSummary]) -> list[str]:
     E, K = trace.routing.num_experts, trace.routing.num_choices
     notes = [
-        f"max/mean: load of the busiest expert over the mean. entropy: 100 % is log2({E}) bits. top gate: "
-        f"the largest gate over the sum of a token's {K} gates."
+        f"max/mean: load of the busiest expert divided by the mean. entropy: 100 % is log2({E}) bits. "
+        f"top gate: the largest gate divided by the sum of a token's {K} gates."
     ]
     if summaries[0].overlap:
         notes.append(
-            "kept: experts a token shares with the token before. by document, by chance: the same for any "
-            f"two tokens of the document, of the layer; {100 * K / E:.1f} % if all experts were used alike."
+            "kept: experts that a token shares with the token before. by document, by chance: the same for "
+            f"any two tokens of the document or layer; {100 * K / E:.1f} % if all experts were used equally."
         )
     if summaries[0].document_bits is not None:
-        notes.append("document bits: mutual information of expert and document.")
+        notes.append("document bits: mutual information between expert and document.")
     return notes
 
 

@@ -1,13 +1,14 @@
-"""mrb train: language models that differ in their routing rule alone, and what each rule costs."""
+"""mrb train: trains language models that differ only in their router, and shows what each router costs."""
 
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -25,17 +26,18 @@ from moe_routing_bench.train.records import execute, run_folder
 from moe_routing_bench.train.settings import Rule, Run, Size
 from moe_routing_bench.train.study import TIMES, StudyRun
 from moe_routing_bench.train.study_rules import RATES, rule_named, studies
-from moe_routing_bench.train.text import Corpus, read_corpus, read_dataset, read_texts, synthetic
+from moe_routing_bench.train.text import BYTES, TEXTS, Corpus, read_corpus, read_dataset, read_texts
 
 SYNTHETIC = "synthetic"
-LONG_SECONDS = 120.0  # a study that takes longer names --quick
-# of --quick: a small model, few steps, one seed, one learning rate
+LONG_SECONDS = 120.0  # if a study takes longer, the message suggests --quick
+# the settings of --quick: a small model, few steps, one seed, one learning rate
 QUICK = {
     "steps": 100, "seeds": 1, "evaluations": 2, "pieces": 8, "rounds": 8, "rate": 3e-3,
     "sizes": "layers=1,D=64,F=64,sequence=64",
 }  # fmt: skip
 
-Out = Annotated[Path, typer.Option(help="The folder for runs and results; they go on from there.")]
+Number = TypeVar("Number", int, float)
+Out = Annotated[Path, typer.Option(help="The folder for runs and results; a stopped run continues there.")]
 
 
 def _quick(context: typer.Context, given: bool) -> bool:
@@ -44,21 +46,48 @@ def _quick(context: typer.Context, given: bool) -> bool:
     return given
 
 
+def _protocol(context: typer.Context, study: str) -> str:
+    """A file gives the study and its options; the command line may still change them."""
+    if not study.endswith(".toml"):
+        return study
+    with user_mistakes():
+        try:
+            options = tomllib.loads(Path(study).read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read the study {study}: {error}") from None
+        known = {parameter.name for parameter in context.command.params}
+        if unknown := options.keys() - known:
+            raise ValueError(f"{study}: mrb train study has no option {', '.join(sorted(unknown))}")
+        context.default_map = {**(context.default_map or {}), **options}
+        return str(options["study"])
+
+
+def _numbers(name: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
+    try:
+        return tuple(kind(word) for word in text.split(",") if word.strip())
+    except ValueError:
+        raise ValueError(f"--{name} is a list of numbers with commas between them, not {text!r}") from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """How a model is trained, on which text."""
+    """Options that say how a model is trained and on which text."""
 
-    seed: Annotated[int, typer.Option(min=0, help="The seed of a run; in a study the first one.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="The seed of a run; in a study the first seed.")] = 0
     steps: Annotated[int, typer.Option(min=1, max=10_000_000, help="Optimiser steps of a run.")] = 600
     batch: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 4
-    evaluations: Annotated[int, typer.Option(min=1, help="Times the held-out loss is taken.")] = 8
-    pieces: Annotated[int, typer.Option(min=1, help="Sequences of held-out text it is taken on.")] = 48
+    evaluations: Annotated[int, typer.Option(min=1, help="How often to measure the held-out loss.")] = 8
+    pieces: Annotated[int, typer.Option(min=1, help="Sequences of held-out text to measure it on.")] = 48
     text: Annotated[
         list[Path] | None, typer.Option(help="A text to learn; its end is held out. Repeatable.")
     ] = None
     corpus: Annotated[
-        str | None, typer.Option(help=f"A folder of texts, or `{SYNTHETIC}`, which is the default.")
+        str | None,
+        typer.Option(help=f"A folder of texts, or one of {', '.join(TEXTS)}. Default: {SYNTHETIC}."),
     ] = None
+    vocabulary: Annotated[
+        int, typer.Option(min=BYTES, max=65536, help="Tokens: pieces learnt from the text; 256 is bytes.")
+    ] = BYTES
     dataset: Annotated[
         str | None, typer.Option(help="A dataset of the Hugging Face Hub with a column `text`.")
     ] = None
@@ -67,7 +96,7 @@ class TrainOptions:
     ] = ""
     rate: Annotated[
         float | None,
-        typer.Option(help="The learning rate; in a study that of every rule, and none is chosen."),
+        typer.Option(help="The learning rate; a study then uses it for every router."),
     ] = None
     autocast: Annotated[bool, typer.Option("--autocast", help="Matrix products in bfloat16.")] = False
     quick: Annotated[
@@ -84,21 +113,23 @@ class TrainOptions:
         if sum(given is not None for given in (self.text or None, self.corpus, self.dataset)) > 1:
             raise ValueError("--text, --corpus and --dataset each name the text; give one of them")
         if self.text:
-            return read_texts(self.text)
-        if self.dataset is not None:
-            return read_dataset(self.dataset)
-        return synthetic() if self.corpus in (None, SYNTHETIC) else read_corpus(Path(self.corpus))
+            found = read_texts(self.text)
+        elif self.dataset is not None:
+            found = read_dataset(self.dataset)
+        else:
+            found = read_corpus(self.corpus or SYNTHETIC)
+        return found.with_vocabulary(self.vocabulary)
 
     def run(self, study: str | None = None) -> Run:
         return Run(
             rule=Rule(name="like"), size=_sizes(self.sizes, study), steps=self.steps, batch=self.batch,
             autocast=self.autocast, warmup=min(40, max(1, self.steps // 5)), evaluations=self.evaluations,
-            pieces=self.pieces, seed=self.seed,
+            pieces=self.pieces, seed=self.seed, vocabulary=self.vocabulary,
         )  # fmt: skip
 
     def say_text(self) -> None:
         if not self.text and self.corpus is None and self.dataset is None:
-            say(f"text: the corpus `{SYNTHETIC}`, made up; --text FILE or --corpus FOLDER for a real one")
+            say(f"text: the made-up corpus `{SYNTHETIC}`; --text FILE or --corpus FOLDER reads a real one")
 
 
 @with_options
@@ -112,15 +143,15 @@ def run_command(
     sink: Annotated[str | None, typer.Option(help="Also send losses to trackio or wandb.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Train one small language model. Stop it at any time: the same command goes on.
+    """Train one small language model. You can stop it at any time; the same command continues it.
 
     \b
     Examples:
       mrb train run switch --steps 20 --out first
       mrb train run "top_p(p=0.5)" --text a.txt --text b.txt --out mine
 
-    Without --text, --corpus or --dataset the text is made up (two languages of
-    40 words), the same everywhere.
+    Without --text, --corpus or --dataset the text is made up: two languages of 40
+    words, the same on every machine.
     """
     with user_mistakes():
         corpus, like = how.learnt(), how.run()
@@ -134,19 +165,33 @@ def run_command(
 
 @with_options
 def study_command(
-    study: Annotated[str, typer.Argument(help=f"One of {', '.join(studies())}.")],
+    study: Annotated[
+        str,
+        typer.Argument(
+            is_eager=True,
+            callback=_protocol,
+            help=f"One of {', '.join(studies())}; or a file.toml that names one and its options.",
+        ),
+    ],
     out: Out,
     how: TrainOptions,
-    seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each rule.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each router.")] = 3,
     jobs: Annotated[
         int | None,
-        typer.Option(min=1, max=64, help="Runs side by side, one thread each. Default: all cores."),
+        typer.Option(min=1, max=64, help="Runs at the same time, one thread each. Default: all cores."),
     ] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Only this rule of the study. Repeatable.")] = None,
-    rounds: Annotated[int, typer.Option(min=8, help="Rounds in which steps are timed.")] = 30,
+    only: Annotated[list[str] | None, typer.Option(help="Only this router of the study. Repeatable.")] = None,
+    rounds: Annotated[int, typer.Option(min=8, help="Rounds for timing the steps.")] = 30,
+    shares: Annotated[
+        str,
+        typer.Option(help="Runs also end after these shares of the baseline's seconds, as 0.25,0.5,1."),
+    ] = "",
+    looks: Annotated[
+        str, typer.Option(help="Numbers of seeds after which a decided study stops, as 4,6,8,10.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
-    """Train small language models that differ in one thing, and say what it cost.
+    """Train small language models that differ in one thing, and show what it cost.
 
     \b
     Examples:
@@ -154,16 +199,17 @@ def study_command(
       mrb train study routers --seeds 3 --out routers
       mrb train study capacity --text a.txt --text b.txt --out capacity
 
-    A study chooses a learning rate for each rule, trains every rule with every
+    A study chooses a learning rate for each router, trains every router with every
     seed on the same bytes from the same weights, then times the steps of all
-    rules in turns. Stop it at any time: the same command goes on.
-    Without --text, --corpus or --dataset the text is made up (two languages of
-    40 words), the same everywhere.
+    routers in turns. You can stop it at any time; the same command continues it.
+    Without --text, --corpus or --dataset the text is made up: two languages of 40
+    words, the same on every machine.
     """
     with user_mistakes():
         work = StudyRun(
             study, how.learnt(), out, like=how.run(study), seeds=seeds, jobs=jobs or core_count(),
             only=tuple(only or ()), rates=RATES if how.rate is None else (how.rate,),
+            shares=_numbers("shares", shares, float), looks=_numbers("looks", looks, int),
         )  # fmt: skip
     how.say_text()
     _study(work, rounds, as_json)
@@ -171,10 +217,10 @@ def study_command(
 
 def pareto_command(
     folder: Annotated[Path, typer.Argument(help="The folder of a study.")],
-    out: Annotated[Path | None, typer.Option(help="Where pictures and JSON go. Default: FOLDER.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for pictures and JSON. Default: FOLDER.")] = None,
     as_json: Json = False,
 ) -> None:
-    """What each rule reached and what it cost: a table, pareto.json, and pictures."""
+    """Show what each router reached and what it cost: a table, pareto.json, and pictures."""
     with user_mistakes():
         reached = pareto(folder)
         target = folder if out is None else out
@@ -193,7 +239,7 @@ def predict_command(
     layers: Annotated[Path, typer.Option(help="A results folder of mrb bench layer --direction train.")],
     as_json: Json = False,
 ) -> None:
-    """The time of each rule's step beside what the layer benchmark predicts for it."""
+    """Compare the time of each router's step with the prediction of the layer benchmark."""
     with user_mistakes():
         rows = predicted(folder, layers)
     if as_json:
@@ -213,7 +259,7 @@ def predict_command(
 def show_command(
     folder: Annotated[Path, typer.Argument(help="A folder that mrb train wrote.")], as_json: Json = False
 ) -> None:
-    """The finished runs of a folder, one a line."""
+    """List the finished runs of a folder."""
     with user_mistakes():
         runs = read_trainings(folder)
     if as_json:
@@ -226,7 +272,7 @@ def _study(work: StudyRun, rounds: int, as_json: bool) -> None:
     out = work.folder
     with user_mistakes():
         seconds = work.estimate(rounds=rounds)
-        first_look = "; --quick is a first look in about a minute" if seconds > LONG_SECONDS else ""
+        first_look = "; --quick gives a first look in about a minute" if seconds > LONG_SECONDS else ""
         say(f"study {work.name}: about {minutes(seconds)} minutes on {work.jobs} cores{first_look}")
         with bar(f"study {work.name}") as shown:
             try:
@@ -278,7 +324,7 @@ def _show_run(one: Training, out: Path) -> None:
         f"tokens/s on {one.threads} thread{'s' if one.threads > 1 else ''}; "
         + ", ".join(f"{part} {100 * share:.0f} %" for part, share in one.parts.items()),
         f"{one.parameters:,} parameters, {one.active_parameters:,.0f} active; "
-        f"{one.flops_per_token / 1e6:.2f} MFLOP a token forward; {one.peak_bytes / 2**20:.0f} MiB at most",
+        f"{one.flops_per_token / 1e6:.2f} MFLOP per token forward; {one.peak_bytes / 2**20:.0f} MiB at most",
         *(f"collapsed: {sentence}" for sentence in one.collapsed),
         f"Kept in {run_folder(out, one.key)}; `mrb train show {out}` lists all runs there.",
     )
@@ -291,8 +337,8 @@ def _notes(reached: Pareto) -> list[str]:
         f"{reached.question} {seeds} seed{'s' if seeds > 1 else ''}, {reached.tokens:,} bytes each; "
         "± is half of a 95 % interval over seeds.",
         "held-out: nats per byte at equal tokens. equal seconds: the same after "
-        f"{reached.budget:.0f} s, read off the curve. ratio: of the times of a step to "
-        f"{reached.baseline}'s, in turns.",
+        f"{reached.budget:.0f} s, read from the curve. ratio: the time of a step divided by "
+        f"{reached.baseline}'s, timed in turns.",
         f"{made['machine']}, {made['threads']} thread, torch {made['torch']}, commit {made['commit'][:10]}"
         + (", changed since" if made["dirty"] else "")
         + f", load {made['load']:.1f}",
@@ -313,7 +359,7 @@ def _sizes(text: str, study: str | None) -> Size:
 
 
 def _sink(name: str | None, run: Run) -> Any:
-    """Where losses are also sent: a function of values and step."""
+    """Returns a function of values and step that also sends losses to a service."""
     if name is None:
         return lambda values, step: None
     if name not in ("trackio", "wandb"):

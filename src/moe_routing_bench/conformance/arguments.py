@@ -17,6 +17,7 @@ from moe_routing_bench.core.dtypes import DTYPES
 from moe_routing_bench.core.experts import GATED, ExpertWeights
 from moe_routing_bench.core.plan import Layout, RoutingPlan
 from moe_routing_bench.core.routing import Routing
+from moe_routing_bench.ops.attention.op import Rotary
 from moe_routing_bench.ops.make_plan.op import reference as make_plan
 from moe_routing_bench.ops.registry import get_op
 from moe_routing_bench.ops.score_topk.op import ScoreRule
@@ -148,6 +149,53 @@ class HardArguments:
     def _G(self) -> int:
         return 2 * self.case.F if self.case.activation in GATED else self.case.F
 
+    @property
+    def norm_D(self) -> Tensor:
+        return 1 + self._floats("norm_D", self.case.D, scale=0.1)
+
+    @property
+    def w_FD(self) -> Tensor:
+        return self._floats("w_FD", self.case.F, self.case.D, scale=self.case.D**-0.5)
+
+    @property
+    def b_F(self) -> Tensor | None:
+        return self._floats("b_F", self.case.F) if self.case.bias else None
+
+    @property
+    def eps(self) -> float:
+        return 1e-6
+
+    @property
+    def q_BHNA(self) -> Tensor:
+        heads = self.case.heads
+        return self._floats("q_BHNA", heads.B, heads.H, heads.N, heads.A, scale=self.case.x_scale)
+
+    @property
+    def k_BJMA(self) -> Tensor:
+        heads = self.case.heads
+        return self._floats("k_BJMA", heads.B, heads.J, heads.M, heads.A, scale=self.case.x_scale)
+
+    @property
+    def v_BJMA(self) -> Tensor:
+        heads = self.case.heads
+        return self._floats("v_BJMA", heads.B, heads.J, heads.M, heads.A)
+
+    @property
+    def causal(self) -> bool:
+        return self.case.heads.causal
+
+    @property
+    def window(self) -> int:
+        return self.case.heads.window
+
+    @property
+    def rotary(self) -> Rotary | None:
+        heads = self.case.heads
+        if not heads.rotary:
+            return None
+        angle_MC = torch.rand(heads.M, heads.A // 2, generator=self._draws("rotary")) * 6
+        return Rotary(cos_MC=angle_MC.cos(), sin_MC=angle_MC.sin())
+
     def _draws(self, name: str) -> torch.Generator:
         return torch.Generator().manual_seed(zlib.crc32(f"{self.case.name} {name}".encode()) + self.seed)
 
@@ -237,7 +285,7 @@ def fresh_arguments(
         elif isinstance(value, ExpertWeights):
             leaves: dict[str, Any] = {n: leaf(t) for n, t in value.tensors().items()}
             made[name] = replace(value, **leaves)
-        elif isinstance(value, (Routing, RoutingPlan, Traffic)):
+        elif isinstance(value, (Routing, RoutingPlan, Traffic, Rotary)):
             tensors = {f.name: getattr(value, f.name) for f in fields(value)}
             moved: Any = {n: on_device(t, device) for n, t in tensors.items() if isinstance(t, Tensor)}
             made[name] = replace(value, **moved)

@@ -24,6 +24,21 @@ NO_LAYOUT = "-"  # for an op without layouts
 
 
 @dataclass(frozen=True, kw_only=True)
+class Heads:
+    """The sizes of an attention, and what its queries see: Heads(B=2, H=4, J=2, N=5, M=9, A=16, window=3)."""
+
+    B: int = 2
+    H: int = 4
+    J: int = 2
+    N: int = 5
+    M: int = 9
+    A: int = 16
+    causal: bool = True
+    window: int = 0
+    rotary: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """One hard case. `guards` completes the sentence "Must hold: <guards>".
 
@@ -55,8 +70,14 @@ class Case:
     far_logits: float = 0.0  # mean of the logits: near -60 scores underflow, near 100 exp(z) overflows
     beyond_int32: bool = False  # x_TD has more than 2^31 elements, in overlapping memory; forward only
     batches: bool = False  # also check whether a token's bits depend on its batch
-    ops: tuple[str, ...] = ()  # the ops it is hard for; (): every op
+    heads: Heads = Heads()  # of attention
+    ops: tuple[str, ...] = ()  # the ops it is hard for; (): every op of an MoE layer
     dtypes: tuple[str, ...] = tuple(DTYPES)
+
+    def rows(self, op: str) -> int:
+        """Of its result. The errors within one row are not independent."""
+        heads = self.heads
+        return heads.B * heads.H * heads.N if op == "attention" else self.T * self.K
 
     def __str__(self) -> str:
         return self.name
@@ -80,6 +101,7 @@ class KitCell:
         return f"{self.op}.{self.spec}-{self.case}-{self.layout}-{self.dtype}-{self.device}"
 
 
+DENSE = ("rms_norm", "linear")
 ANY_BATCH = "what says BATCH_INVARIANT gives a token the same bits in every batch"
 TIGHT = ("padded(capacity=2)", "padded(capacity=2,drop=probs)", "padded(capacity_factor=0.5)")
 
@@ -351,6 +373,61 @@ CASES = (
         )
         for score in ("softmax", "sqrtsoftplus")
     ),
+    Case(name="dense", guards="every number of the result is right", ops=DENSE),
+    Case(name="dense_no_tokens", guards="an empty batch gives an empty result", T=0, ops=DENSE),
+    Case(name="dense_one_token", guards="a batch of one token works", T=1, ops=DENSE),
+    Case(
+        name="dense_odd", guards="widths need not be multiples of anything", D=37, F=19, bias=True, ops=DENSE
+    ),
+    Case(name="dense_wide", guards="sums are taken in at least float32", T=40, D=1024, F=96, ops=DENSE),
+    Case(name="dense_strided", guards="inputs need not be contiguous", strided=True, bias=True, ops=DENSE),
+    Case(
+        name="dense_every_other_number",
+        guards="the numbers of a row need not be side by side",
+        strided=True,
+        column_step=2,
+        bias=True,
+        ops=DENSE,
+    ),
+    Case(
+        name="dense_large", guards="squares and sums do not overflow", D=64, x_scale=100.0, ops=("rms_norm",)
+    ),
+    Case(name="dense_small", guards="eps keeps tiny tokens finite", D=64, x_scale=1e-4, ops=("rms_norm",)),
+    Case(name="dense_nan_token", guards="NaN in one token reaches no other", nan_token=True, ops=DENSE),
+    *(
+        Case(name=f"heads_{name}", guards=guards, heads=heads, ops=("attention",))
+        for name, guards, heads in (
+            ("plain", "every query sees the keys up to its position", Heads()),
+            ("all", "without causal a query sees every key", Heads(causal=False)),
+            ("own_keys", "as many heads of keys as of queries work", Heads(J=4, N=9)),
+            ("one_query", "one query with a cache of keys works", Heads(N=1, M=70, A=32)),
+            ("one_query_one_head", "one head works", Heads(B=1, H=1, J=1, N=1, M=3)),
+            ("shared_by_many", "heads that share keys are neighbours", Heads(H=12, J=2, N=1, M=130, A=8)),
+            ("many_queries", "blocks of queries and keys meet at their edges", Heads(B=1, N=70, M=150, A=24)),
+            ("odd", "widths need not be multiples of anything", Heads(N=7, M=11, A=13)),
+            ("odd_one_query", "widths need not be multiples of anything", Heads(N=1, M=11, A=13)),
+            ("window", "a query sees only keys near it", Heads(N=40, M=90, window=17)),
+            (
+                "window_all",
+                "a window without causal looks both ways",
+                Heads(N=40, M=40, window=5, causal=False),
+            ),
+            ("window_one_query", "a query sees only keys near it", Heads(N=1, M=300, window=9)),
+            ("no_keys", "a query that sees no key gets exactly zero", Heads(M=0)),
+            ("before_all_keys", "a query that sees no key gets exactly zero", Heads(N=9, M=4)),
+            ("no_queries", "no queries give an empty result", Heads(N=0)),
+            ("rotary", "queries and keys are turned by their own positions", Heads(N=30, M=50, rotary=True)),
+            ("rotary_one_query", "the query has the last position", Heads(N=1, M=50, rotary=True)),
+        )
+    ),
+    Case(name="heads_strided", guards="inputs need not be contiguous", strided=True, ops=("attention",)),
+    Case(
+        name="heads_far",
+        guards="weights are finite where exp overflows",
+        x_scale=12.0,
+        heads=Heads(N=30, M=70),
+        ops=("attention",),
+    ),
     # odd, silu, sigmoid, sqrtsoftplus: torch has one formula for full vectors and one for their end
     # wide: long sums, and enough numbers for torch to use several threads
     *(
@@ -383,7 +460,7 @@ def cases_for(op: Op) -> list[Case]:
     return [
         case
         for case in CASES
-        if (not case.ops or op.name in case.ops) and (not case.batches or op.by_token is not None)
+        if (op.name in case.ops if case.ops else op.routed) and (not case.batches or op.by_token is not None)
     ]
 
 

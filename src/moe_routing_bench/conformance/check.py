@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -227,7 +227,7 @@ def _names_of_tensors(args: Mapping[str, Any]) -> list[str]:
     for name, value in args.items():
         if isinstance(value, Tensor):
             names.append(name)
-        elif value is not None and not isinstance(value, int):
+        elif is_dataclass(value):
             inner = [f.name for f in fields(value) if isinstance(getattr(value, f.name), Tensor)]
             names += [f"{name}.{inner_name}" for inner_name in inner]
     return names

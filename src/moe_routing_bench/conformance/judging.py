@@ -128,7 +128,7 @@ def _others(cell: KitCell, n: int, implementation: Implementation | None = None)
     # the largest of 128 errors is about 2.7 standard deviations; chance exceeds twice that once in 10^7. With
     # 18 numbers, honest implementations were rejected in 14 of 31,057 cells. Errors within a pair are
     # correlated, so a gradient of many numbers from one token is luck as well
-    independent = min(n, 8 * cell.case.T * cell.case.K)
+    independent = min(n, 8 * cell.case.rows(cell.op))
     enough = min(63, 128 // independent) if independent else 0
     return [reference_of(cell, seed, implementation) for seed in range(1, 1 + enough)]
 

@@ -46,14 +46,15 @@ def fork_server(*more: str) -> ForkServerContext:
     return context
 
 
-def start_server() -> None:
-    """Start importing torch for the workers now, beside what this process does before it needs one."""
-    server_pid()
+def start_server(*more: str) -> None:
+    """Start importing torch for the workers now, beside what this process does before it needs one. more:
+    modules that they will want too; absent ones are passed over."""
+    server_pid(*more)
 
 
-def server_pid() -> int:
+def server_pid(*more: str) -> int:
     """The process id of the server, which is started if there is none."""
-    fork_server()
+    fork_server(*more)
     with without_main_module():
         forkserver.ensure_running()
     pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ def short(value: object) -> str:
 
 
 def first_problem(error: Any) -> str:
-    """The first problem of a pydantic ValidationError: "subjects.0.spec: Field required"."""
+    """The first problem of a pydantic ValidationError: "implementations.0.spec: Field required"."""
     problem = error.errors(include_url=False, include_input=False)[0]
     return f"{short('.'.join(map(str, problem['loc'])) or 'the text')}: {short(problem['msg'])}"
 

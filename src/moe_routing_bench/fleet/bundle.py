@@ -35,7 +35,7 @@ from moe_routing_bench.results.folder import ENVIRONMENTS, environments, iterate
 from moe_routing_bench.results.parquet import end_of_last_line
 from moe_routing_bench.results.read import RECORDS, LeftOut, is_plain_file, session_folders
 from moe_routing_bench.results.recompute import check_cells
-from moe_routing_bench.results.record import SESSION, Amount, Count, Hash, Name, Part
+from moe_routing_bench.results.record import SESSION, Amount, Count, Hash, Name, RecordPart
 from moe_routing_bench.results.verify import SAMPLES
 
 MANIFEST, POWER = "manifest.json", "power.json"
@@ -50,12 +50,12 @@ PIECE = 1 << 20
 BEGINNING = (1980, 1, 1, 0, 0, 0)  # the earliest date of a zip file: equal results give equal bytes
 
 
-class File(Part):
+class File(RecordPart):
     bytes: Annotated[int, Field(ge=0, le=MAX_BYTES)]
     sha256: Hash
 
 
-class OneMachine(Part):
+class OneMachine(RecordPart):
     """How reliable the comparisons of a machine are. aa: the baseline against a copy of itself.
 
     OneMachine(name="xeon-...", records=120, cells=40, aa_cells=40, aa_called_different=1, aa_median=0.002,
@@ -72,7 +72,7 @@ class OneMachine(Part):
     seen: Amount | None  # median of half the widths of the intervals
 
 
-class Manifest(Part):
+class Manifest(RecordPart):
     format: Literal["mrb bundle"] = "mrb bundle"
     version: Literal[1] = 1
     made_by: Name

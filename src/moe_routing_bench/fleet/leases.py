@@ -16,14 +16,14 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from moe_routing_bench.fleet.objects import Objects
-from moe_routing_bench.results.record import Name, Part
+from moe_routing_bench.results.record import Name, RecordPart
 from moe_routing_bench.workloads.experiment import Experiment
 
 START_SECONDS = 120.0  # compiling, starting workers, a slow store
 UNREADABLE_SECONDS = 3600.0  # how long a lease that cannot be read is respected
 
 
-class Terms(Part):
+class Terms(RecordPart):
     """{"worker": "node7-4711-5f2e", "seconds": 300}"""
 
     worker: Name

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 
 from moe_routing_bench.fleet.objects import Objects, StoreError
 from moe_routing_bench.fleet.parts import COMMIT, Commit, Contents, opened, parse_commit
-from moe_routing_bench.results.record import Part
+from moe_routing_bench.results.record import RecordPart
 
 PACK = re.compile(r"packs/([0-9a-f]{64})-([0-9]{1,9})")
 PACK_BYTES = 64 << 20  # of parts in a pack; compaction needs twice this much memory
@@ -28,12 +28,12 @@ PACK_PARTS = 10_000
 REQUESTS = 16
 
 
-class Member(Part):
+class Member(RecordPart):
     commit: Annotated[str, Field(pattern=f"^{COMMIT.pattern}$")]
     body: Commit
 
 
-class PackHeader(Part):
+class PackHeader(RecordPart):
     format: Literal["mrb pack"] = "mrb pack"
     version: Literal[1] = 1
     members: Annotated[tuple[Member, ...], Field(max_length=PACK_PARTS)]

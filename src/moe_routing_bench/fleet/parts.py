@@ -17,16 +17,16 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, ValidationError
 
 from moe_routing_bench.core.text import first_problem
-from moe_routing_bench.results.record import Hash, Part, SessionId
+from moe_routing_bench.results.record import Hash, RecordPart, SessionId
 
 MAX_PART_BYTES = 1 << 30
 MAX_HEADER_BYTES = 10_000
 COMMIT = re.compile(r"commits/([0-9a-f]{64})-([0-9]{4})\.json")
-T = TypeVar("T", bound=Part)
+T = TypeVar("T", bound=RecordPart)
 Bytes = Annotated[int, Field(ge=0, le=MAX_PART_BYTES)]
 
 
-class Header(Part):
+class Header(RecordPart):
     """The first line of a part. `records` bytes of lines follow it, then `samples` bytes of samples.
 
     samples_at: their position in the session's samples.f64, which the records refer to.
@@ -43,7 +43,7 @@ class Header(Part):
     samples_at: Annotated[int, Field(ge=0, le=2**40, multiple_of=8)]
 
 
-class Commit(Part):
+class Commit(RecordPart):
     version: Literal[1] = 1
     part: Annotated[str, Field(pattern=r"^parts/[0-9A-Za-z_-]{1,100}$")]
     bytes: Bytes

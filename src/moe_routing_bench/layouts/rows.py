@@ -21,7 +21,7 @@ from moe_routing_bench.layouts.layout import Layout, row_major
 
 
 @dataclass(frozen=True)
-class Span:
+class RowSpan:
     """The rows of one expert: rank -> first + rows(rank)."""
 
     first: int
@@ -43,7 +43,7 @@ def padded_rows(E: int, C: int) -> Layout:
     return row_major(E, C)
 
 
-def spans(offset_E1: Sequence[int], block_rows: int = 1) -> list[Span]:
+def spans(offset_E1: Sequence[int], block_rows: int = 1) -> list[RowSpan]:
     """Each expert's rows as (place in a block, block), from the starts of spans; block_rows=1 is compact.
 
     spans([0, 4, 4, 6], 2) -> [Span(0, (2,2):(1,2)), Span(4, None), Span(4, (2,1):(1,0))]
@@ -51,7 +51,7 @@ def spans(offset_E1: Sequence[int], block_rows: int = 1) -> list[Span]:
     made = []
     for first, end in pairwise(offset_E1):
         rows = logical_divide(Layout(end - first), block_rows) if end > first else None
-        made.append(Span(first, rows))
+        made.append(RowSpan(first, rows))
     return made
 
 

@@ -58,39 +58,39 @@ OVERRIDDEN = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """Qwen3-MoE: Reading(activation="swiglu"). A module with functions of its own:
-    Reading(activation=None, why="its _apply_gate is Step3p7TextMoeExperts._apply_gate, not one of ours")."""
+class ExpertsReading:
+    """Qwen3-MoE: ExpertsReading(activation="swiglu"). A module with functions of its own:
+    ExpertsReading(activation=None, why="its _apply_gate is Step3p7TextMoeExperts._apply_gate, not ours")."""
 
     activation: str | None
     why: str = ""
     interleaved: bool = False
 
 
-def read(module: nn.Module) -> Reading:
+def read(module: nn.Module) -> ExpertsReading:
     """Returns what an experts module computes; activation is None if we have no name for it.
 
     torch.compile guards every value read here, so one graph may serve many layers.
     """
     m: Any = module
     if getattr(m, "has_post_expert_norm", False):
-        return Reading(activation=None, why="it normalises an expert's output before the gates")
+        return ExpertsReading(activation=None, why="it normalises an expert's output before the gates")
     if not m.has_gate:
         plain = plain_activation(m.act_fn)
-        return Reading(activation=plain, why="" if plain else f"its activation is {_name(m.act_fn)}")
+        return ExpertsReading(activation=plain, why="" if plain else f"its activation is {_name(m.act_fn)}")
     gate = "its own" if "_apply_gate" in m.__dict__ else where(type(m), "_apply_gate")
     if gate == DEFAULT_GATE:
         plain = plain_activation(m.act_fn)
         if plain in GATED_BY:
-            return Reading(activation=GATED_BY[plain])
-        return Reading(activation=None, why=f"its activation is {_name(m.act_fn)}, with a gate")
+            return ExpertsReading(activation=GATED_BY[plain])
+        return ExpertsReading(activation=None, why=f"its activation is {_name(m.act_fn)}, with a gate")
     if (known := OVERRIDDEN.get(gate)) is not None:
         alpha, limit = getattr(m, known.alpha), getattr(m, known.limit)
         if alpha == OAI_ALPHA and limit == OAI_LIMIT:
-            return Reading(activation="swiglu_oai", interleaved=known.interleaved)
+            return ExpertsReading(activation="swiglu_oai", interleaved=known.interleaved)
         why = f"its alpha is {alpha} and its limit {limit}, not {OAI_ALPHA} and {OAI_LIMIT}"
-        return Reading(activation=None, why=why)
-    return Reading(activation=None, why=f"its _apply_gate is {gate}, not one we know")
+        return ExpertsReading(activation=None, why=why)
+    return ExpertsReading(activation=None, why=f"its _apply_gate is {gate}, not one we know")
 
 
 def plain_activation(act_fn: Any) -> str | None:
@@ -155,7 +155,7 @@ def _halves(alternating: Tensor) -> Tensor:
     return torch.cat((alternating[..., 0::2], alternating[..., 1::2]), dim=-1)
 
 
-def weights_of(module: nn.Module, reading: Reading) -> ExpertWeights:
+def weights_of(module: nn.Module, reading: ExpertsReading) -> ExpertWeights:
     m: Any = module
     return make_weights(
         *tensors_of(module),

@@ -46,7 +46,7 @@ from moe_routing_bench.core.dtypes import name_of
 from moe_routing_bench.core.frozen import Freezing, Frozen, as_parameter, freezing, take_place, thaw
 from moe_routing_bench.core.packed_files import PackedFiles
 from moe_routing_bench.models.loading import load_stored
-from moe_routing_bench.models.reading import Reading, experts_modules, read, tensors_of, weights_of
+from moe_routing_bench.models.reading import ExpertsReading, experts_modules, read, tensors_of, weights_of
 from moe_routing_bench.models.replay import replay
 from moe_routing_bench.models.running import (
     LAYOUT,
@@ -122,7 +122,7 @@ def experts_forward(
     return y_TD.to(hidden_states.dtype)
 
 
-def _alternates(m: Any, reading: Reading, impl: str) -> bool:
+def _alternates(m: Any, reading: ExpertsReading, impl: str) -> bool:
     """Returns whether plain weights stay in their alternating order, with the model's own function between
     the products. Making halves would copy the whole matrix in every call."""
     if not reading.interleaved or isinstance(m.down_proj, Frozen) or torch.compiler.is_compiling():
@@ -131,7 +131,7 @@ def _alternates(m: Any, reading: Reading, impl: str) -> bool:
 
 
 def _compiled_frozen(
-    m: Any, x_TD: Tensor, expert_TK: Tensor, gate_TK: Tensor, reading: Reading, impl: str
+    m: Any, x_TD: Tensor, expert_TK: Tensor, gate_TK: Tensor, reading: ExpertsReading, impl: str
 ) -> Tensor:
     w_in: Any
     w_out: Any
@@ -210,7 +210,9 @@ def _running(path: str, module: nn.Module, tokens: int) -> Running:
 
 
 @torch.no_grad()
-def _choice(module: nn.Module, reading: Reading, impl: str, tokens: int = 1, *, now: bool = False) -> Choice:
+def _choice(
+    module: nn.Module, reading: ExpertsReading, impl: str, tokens: int = 1, *, now: bool = False
+) -> Choice:
     """now: choose for the weights as they are, not as freezing would make them."""
     weights = weights_of(module, reading)
     K = min(getattr(module.config, "num_experts_per_tok", 1), weights.num_experts)

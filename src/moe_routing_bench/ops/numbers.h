@@ -31,6 +31,8 @@ __m256i narrow(Vec v, Kind kind) {
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16));
 }
 void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+float sum_of(Vec v) { return _mm512_reduce_add_ps(v); }
+float max_of(Vec v) { return _mm512_reduce_max_ps(v); }
 void store(uint16_t* p, Vec v, Kind kind) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(v, kind));
 }
@@ -57,6 +59,14 @@ __m128i narrow(Vec v, Kind kind) {
     return _mm_packus_epi32(_mm256_castsi256_si128(up), _mm256_extracti128_si256(up, 1));
 }
 void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
+template <typename Join>
+float joined(Vec v, Join join) {
+    __m128 half = join(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    half = join(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(join(half, _mm_movehdup_ps(half)));
+}
+float sum_of(Vec v) { return joined(v, [](__m128 a, __m128 b) { return _mm_add_ps(a, b); }); }
+float max_of(Vec v) { return joined(v, [](__m128 a, __m128 b) { return _mm_max_ps(a, b); }); }
 void store(uint16_t* p, Vec v, Kind kind) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(v, kind));
 }
@@ -80,6 +90,8 @@ uint16x4_t narrow(Vec v, Kind kind) {
     return vshrn_n_u32(vbslq_u32(vceqq_f32(v, v), up, vdupq_n_u32(0x7fc00000)), 16);
 }
 void store(float* p, Vec v) { vst1q_f32(p, v); }
+float sum_of(Vec v) { return vaddvq_f32(v); }
+float max_of(Vec v) { return vmaxvq_f32(v); }
 void store(uint16_t* p, Vec v, Kind kind) { vst1_u16(p, narrow(v, kind)); }
 #endif
 

@@ -1,7 +1,8 @@
-"""The C++ dispatch and combine into a given buffer, for native and native_reused."""
+"""The C++ dispatch, combine and rms_norm into a given buffer, for native and native_reused."""
 
 from __future__ import annotations
 
+import struct
 import threading
 from pathlib import Path
 
@@ -17,8 +18,12 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 BYTES_FOR_THREADS = 2**17
 # results of this size do not fit in the caches; streaming stores avoid reading each line first
 BYTES_TO_STREAM = 2**23
-DISPATCH, COMBINE = (Path(__file__).parent / name for name in ("dispatch/native.cpp", "combine/native.cpp"))
+DISPATCH, COMBINE, RMS_NORM = (
+    Path(__file__).parent / name
+    for name in ("dispatch/native.cpp", "combine/native.cpp", "rms_norm/native.cpp")
+)
 _dispatch, _combine = cpp.Function(DISPATCH, "mrb_dispatch", 11), cpp.Function(COMBINE, "mrb_combine", 11)
+_rms_norm = cpp.Function(RMS_NORM, "mrb_rms_norm", 10)
 
 
 class KeptBuffers(threading.local):
@@ -141,6 +146,33 @@ def check_rows(y_RD: Tensor, gate_TK: Tensor, plan: RoutingPlan) -> None:
             f"y_RD has {y_RD.shape[0]} rows and gate_TK the shape {tuple(gate_TK.shape)}, but the plan "
             f"was made for {plan.num_rows} rows and {tuple(plan.row_TK.shape)}"
         )
+
+
+def norm_unsupported(x_TD: Tensor, norm_D: Tensor, level: str) -> str | None:
+    if x_TD.dtype not in KINDS or norm_D.dtype not in (x_TD.dtype, torch.float32):
+        return f"it computes in bfloat16, float16 and float32, not {x_TD.dtype} with {norm_D.dtype}"
+    return cpp.unsupported(RMS_NORM, level, x_TD, norm_D)
+
+
+def normed_into(y_TD: Tensor, x_TD: Tensor, norm_D: Tensor, eps: float, level: str) -> Tensor:
+    (T, D), size = x_TD.shape, x_TD.numel() * x_TD.element_size()
+    if x_TD.stride(1) != 1 and D > 1:
+        x_TD = x_TD.contiguous()
+    weight_D = norm_D.detach().float().contiguous()
+    _rms_norm(
+        level,
+        x_TD.data_ptr(),
+        x_TD.stride(0),
+        KINDS[x_TD.dtype],
+        weight_D.data_ptr(),
+        *struct.unpack("q", struct.pack("d", eps)),  # a number of the struct is an int64 or a double
+        T,
+        D,
+        threads_for(size),
+        size >= BYTES_TO_STREAM,
+        y_TD.data_ptr(),
+    )
+    return y_TD
 
 
 def threads_for(size: int) -> int:

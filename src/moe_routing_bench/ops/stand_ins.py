@@ -42,7 +42,7 @@ class StandIns:
 
     def __init__(
         self, weights: ExpertWeights, K: int, layout: Layout, T: int, *, train: bool = False,
-        rule: object = None,
+        rule: object = None, heads: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
     ):  # fmt: skip
         E, D, w_in = weights.num_experts, weights.D, weights.w_in_EDG
         R = layout.num_rows(T, K, E)
@@ -71,3 +71,10 @@ class StandIns:
         self.traffic = Traffic(sent=(R,), received=(R,), place_Q=self.plan.pair_R)
         # the first of the two projections
         self.weights, self.w_EDF, self.b_EF = weights, weights.w_in_EDG, weights.b_in_EG
+        # of the layers around the experts
+        self.norm_D, self.eps = torch.empty(D, dtype=w_in.dtype, device=w_in.device), 1e-6
+        self.w_FD = row(w_in.dtype, weights.F, D)
+        self.b_F = None if weights.b_in_EG is None else row(w_in.dtype, weights.F)
+        self.causal, self.window, self.rotary = True, 0, None
+        queries, keys = heads or ((1, 1, T, D), (1, 1, T, D))
+        self.q_BHNA, self.k_BJMA, self.v_BJMA = (row(w_in.dtype, *size) for size in (queries, keys, keys))

@@ -9,7 +9,7 @@ from typing import Any
 from moe_routing_bench.report.drawing import figure
 from moe_routing_bench.studies.drift import SERIES, BalanceStudy
 
-# a colour for each subject, related ones in similar colours; a dashed line lies on top of another line
+# a colour for each controller, similar colours for related ones; a dashed line lies on top of another line
 STYLES = {
     "no control": ("#222222", "-"),
     "switch loss, weight 0.1": ("#f0a35e", "-"),
@@ -22,21 +22,21 @@ STYLES = {
     "p_threshold": ("#9a8f1d", "-"),
     "threshold_ema": ("#d6418c", "-"),
 }
-# a panel for each series: title, factor, unit of the axis
+# each series has a panel: its title, a factor, and the unit of the axis
 PANELS = {
     "max_violation": ("Max violation", 1, "largest load / mean load - 1"),
     "drop_rate": ("Dropped with a capacity factor of 1.25", 100, "% of chosen pairs"),
     "entropy_bits": ("Entropy of the load", 1, "bits"),
     "experts_per_token": ("Experts per token", 1, "mean"),
-    "agreement": ("Choices shared with no control", 100, "% of the experts of either"),
-    "label_share": ("Information of the experts about the topic", 100, "% of the topic's entropy"),
+    "agreement": ("Choices shared with no control", 100, "% of the experts that either chose"),
+    "label_share": ("What the chosen experts tell about the topic", 100, "% of the topic's entropy"),
 }
-STARTS_FAR_OFF = ("drop_rate", "experts_per_token")  # the ReLU router, until its regulariser has grown
-SMOOTH = 9  # steps whose mean is a point of a line
+STARTS_FAR_OFF = ("drop_rate", "experts_per_token")  # the ReLU router does, until its regulariser has grown
+SMOOTH = 9  # a point of a line is the mean of this many steps
 
 
 def draw_balance(study: BalanceStudy, path: Path) -> None:
-    """A panel for each series, a line for each subject, the jumps marked."""
+    """Draws a panel for each series and a line for each controller, and marks the jumps."""
     made = figure(14, 13, dpi=90)
     stream = study.stream
     panels = made.subplots(3, 2, sharex=True)
@@ -85,7 +85,7 @@ def draw_balance(study: BalanceStudy, path: Path) -> None:
 
 
 def _look_past_the_start(study: BalanceStudy, axes: Any, name: str) -> None:
-    """Show the range of the last two thirds; a note says which lines start above it, and where."""
+    """Shows the range of the last two thirds. A note names the lines that start above it and their start."""
     _, factor, _ = PANELS[name]
     first = study.stream.jumps[0]
     lines = {track.subject.name: _smoothed(track.series[name]) for track in study.tracks}
@@ -103,7 +103,8 @@ def _look_past_the_start(study: BalanceStudy, axes: Any, name: str) -> None:
 
 
 def _smoothed(values: list[float]) -> tuple[list[float], list[float]]:
-    """Means of SMOOTH steps, three points per window: more would only make the files larger."""
+    """Returns means of SMOOTH steps, three points per window. More points would only make the files
+    larger."""
     width = min(SMOOTH, len(values))
     places = range(0, len(values) - width + 1, max(1, width // 3))
     return [place + (width - 1) / 2 for place in places], [

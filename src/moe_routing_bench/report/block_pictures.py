@@ -1,4 +1,4 @@
-"""Where the time of a MoE block goes, as stacked bars. matplotlib is imported only to draw."""
+"""Draws where the time of a MoE block goes, as stacked bars. matplotlib is imported only to draw."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ TITLES = {
 
 
 def draw_shares(outcome: CellOutcome, shares: Mapping[str, Mapping[str, float]], path: Path) -> None:
-    """Bars as long as the time without the profiler, divided as the profiler saw it."""
-    rows = [one for one in outcome.subjects if one.samples and one.subject.text in shares]
-    names = [name for name in COLOURS if any(name in shares[row.subject.text] for row in rows)]
+    """Draws bars: their length is the time without the profiler, their parts are the profiler's shares."""
+    rows = [one for one in outcome.implementations if one.samples and one.implementation.text in shares]
+    names = [name for name in COLOURS if any(name in shares[row.implementation.text] for row in rows)]
     made = figure(10, 1.9 + 0.62 * len(rows))
     axes = made.add_subplot()
     longest = max(1e3 * median(row.samples) for row in rows)
     for place, row in enumerate(rows):
         start, ms = 0.0, 1e3 * median(row.samples)
         for name in names:
-            width = ms * shares[row.subject.text].get(name, 0.0)
+            width = ms * shares[row.implementation.text].get(name, 0.0)
             axes.barh(place, width, left=start, color=COLOURS[name], edgecolor="white", linewidth=0.6)
             if width > 0.05 * longest:
                 percent = f"{100 * width / ms:.0f} %"
@@ -48,11 +48,11 @@ def draw_shares(outcome: CellOutcome, shares: Mapping[str, Mapping[str, float]],
         label += "" if row.comparison is None else f" ({1 / ratio:.2f}x)"
         axes.text(start + 0.01 * longest, place, label, va="center", fontsize=10)
     axes.set_yticks(
-        range(len(rows)), [fill(row.subject.text.replace(",", ", "), 36) for row in rows], fontsize=9
+        range(len(rows)), [fill(row.implementation.text.replace(",", ", "), 36) for row in rows], fontsize=9
     )
     axes.invert_yaxis()
     axes.set_xlim(0, 1.17 * longest)
-    axes.set_xlabel("milliseconds for one call, median without the profiler")
+    axes.set_xlabel("milliseconds per call, median without the profiler")
     axes.spines[["top", "right"]].set_visible(False)
     handles = [axes.barh(0, 0, color=COLOURS[name], label=TITLES.get(name, name)) for name in names]
     made.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)

@@ -1,4 +1,4 @@
-"""What `mrb check` shows: progress, a row for each implementation, failures, maps by number of tokens."""
+"""The output of `mrb check`: progress, a row for each implementation, failures, maps by number of tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_routing_bench.core.names import ranges
 from moe_routing_bench.ops.registry import BUILT_IN
 from moe_routing_bench.report.console import bar, console, fitted, show
 
-SHOWN = 3  # failures of one implementation without --verbose
+SHOWN = 3  # failures that are shown of one implementation without --verbose
 STYLES = {"passed": "green", "failed": "bold red", "broken": "bold red", "not supported": "yellow"}
 
 
@@ -22,7 +22,8 @@ STYLES = {"passed": "green", "failed": "bold red", "broken": "bold red", "not su
 def check_progress(
     total: int, *, quiet: bool = False
 ) -> Iterator[tuple[Callable[[str], None], Callable[[Row, float], None]]]:
-    """A bar on a terminal, else a line for each implementation; on stderr, because stdout is for results."""
+    """Shows a bar on a terminal, else a line for each implementation. It uses stderr; results go to
+    stdout."""
     done, screen = count(1), console(stderr=True)
     with bar("checking", "cases", quiet=quiet) as shown:
 
@@ -41,7 +42,7 @@ def _counts(rows: list[Row], what: str = "") -> str:
 
 
 def show_rows(rows: list[Row], dtypes: tuple[str, ...], idle: list[str], *, verbose: bool = False) -> None:
-    """idle: operations of which nothing ran."""
+    """Shows a row for each implementation. idle: operations of which nothing ran."""
     words = {"op": [row.op for row in rows], "implementation": [row.spec for row in rows]}
     numbers: dict[str, list[str | Text]] = {
         dtype: [_fraction(row, dtype) for row in rows] for dtype in dtypes
@@ -65,9 +66,9 @@ def show_rows(rows: list[Row], dtypes: tuple[str, ...], idle: list[str], *, verb
             show(Text.assemble((f"{row.op}.{row.spec}", "bold"), f": {row.note}"))
     show("")
     for name in idle:
-        show(Text(f"Nothing selected of {name} could run, so nothing is known about it.", "bold red"))
+        show(Text(f"Nothing that was selected of {name} could run, so nothing was checked.", "bold red"))
     style = "red" if idle or any(row.failed for row in rows) else "green"
-    hint = " (reasons: --verbose)" if not verbose and any(row.reasons for row in rows) else ""
+    hint = " (--verbose shows the reasons)" if not verbose and any(row.reasons for row in rows) else ""
     show(Text.assemble((_counts(rows, " cases"), style), hint))
 
 
@@ -99,7 +100,7 @@ def _cases(number: int) -> str:
 
 
 def show_map(one_map: TokenMap) -> None:
-    verdict = "right at every T that ran" if one_map.ran else "nothing ran"
+    verdict = "correct at every T that ran" if one_map.ran else "nothing ran"
     if one_map.wrong:
         verdict = f"wrong at T = {ranges(sorted(one_map.wrong))}"
     style = "red" if one_map.wrong else "green" if one_map.ran else "yellow"
@@ -111,4 +112,4 @@ def show_map(one_map: TokenMap) -> None:
 
 
 def show_legend_of_maps() -> None:
-    show(Text("  . right   X wrong   - not supported; 64 numbers of tokens a line", "dim"))
+    show(Text("  . correct   X wrong   - not supported; each line has 64 numbers of tokens", "dim"))

@@ -1,10 +1,10 @@
 """Output: text for a terminal, a pipe or a notebook.
 
-Tables that fit the terminal: if names are too long for it, rows are numbered and a legend names them.
+Tables fit the terminal: if names are too long, rows are numbered and a legend names them. In a pipe a table
+may be as wide as PIPE_COLUMNS, or as the variable COLUMNS says.
 
-In a pipe a table may be as wide as PIPE_COLUMNS, or as COLUMNS says.
-
-Progress on stderr: on a terminal a bar, the time left, the ranking so far; in a pipe a line a minute.
+Progress goes to stderr: on a terminal a bar, the time left and the ranking so far; in a pipe a line per
+minute.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _recording: ContextVar[Console | None] = ContextVar("_recording", default=None)
 
 
 def say(sentence: str) -> None:
-    """On stderr, beside the output."""
+    """Prints a sentence on stderr."""
     console(stderr=True).print(Text.assemble(("mrb: ", "bold red"), sentence))
 
 
 def console(*, stderr: bool = False) -> Console:
     if not stderr and (recorder := _recording.get()) is not None:
         return recorder
-    # error messages are full of brackets, so nothing is read as markup
+    # error messages contain brackets, so nothing is read as markup
     shown = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
     if not shown.is_terminal:
         shown.width = 1000  # lines are not wrapped in a pipe
@@ -48,7 +48,7 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextmanager
 def recorded(width: int) -> Iterator[Console]:
-    """Inside, the console keeps what is shown and prints nothing; see its export_text and export_html."""
+    """Makes the console keep its output instead of printing it; see export_text and export_html."""
     recorder = Console(
         file=io.StringIO(), record=True, width=width, force_terminal=False, force_jupyter=False,
         markup=False, emoji=False, highlight=False,
@@ -67,7 +67,7 @@ def show(*things: RenderableType) -> None:
         return
     with out.capture() as captured:
         out.print(*things, sep="\n")
-    # tables fill their last column with spaces
+    # remove the spaces that fill the last column of tables
     print("\n".join(line.rstrip() for line in captured.get().splitlines()), flush=True)
 
 
@@ -77,7 +77,7 @@ def heading(name: str, summary: str) -> Text:
 
 
 def two_columns(first_width: int | None = None) -> Table:
-    """A name and what is said of it. On a terminal a name takes at most half of a line."""
+    """Makes a table of names and explanations. On a terminal a name takes at most half of a line."""
     table = Table(box=None, show_header=False, pad_edge=False)
     screen = console()
     most = max(screen.width // 2, first_width or 0) if screen.is_terminal else None
@@ -93,7 +93,7 @@ Cells: TypeAlias = Sequence[str | Text]
 
 
 def columns_here() -> int:
-    """How wide a table may be."""
+    """Returns how wide a table may be."""
     screen = console()
     if screen.is_terminal or screen.record:
         return screen.width
@@ -110,10 +110,10 @@ def fitted(
     style: str = "dim",
     room: int | None = None,
 ) -> list[RenderableType]:
-    """A table of columns by heading, and a legend if it needs one.
+    """Makes a table of columns by heading, and a legend if the table needs one.
 
-    words: what tells rows apart; it moves to the legend if there is no room, and is never cut. spare: numbers
-    that may be left out instead, the first first. left: numbers that are words, and stand on the left.
+    words: the names of rows; they move to the legend if there is no room and are never cut. spare: columns of
+    numbers that may be left out instead, the first one first. left: columns that are aligned on the left.
 
         #      ms  ratio  verdict
         1  10.000  1      baseline
@@ -122,7 +122,7 @@ def fitted(
         1  staged(combine=native,dispatch=native,grouped_gemm=native)
         2  eager_loop
 
-    A table that is too wide even so goes on in another below it. room: columns, if not those of the terminal.
+    A table that is still too wide continues in another one below it. room: its width, if not the terminal's.
     """
     room = room or columns_here()
     kept = dict(numbers)
@@ -155,7 +155,7 @@ def fitted_rows(
     words: Collection[str],
     right: Collection[str],
 ) -> Group:
-    """The same for rows. If there is no room even for the numbers, each row is a block of lines."""
+    """Does the same for rows. If there is no room for the numbers, each row becomes a block of lines."""
     cells = {name: [row[place] for row in rows] for place, name in enumerate(columns)}
     if len(cells) < len(columns) or _width(cells) <= columns_here():
         table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
@@ -181,7 +181,7 @@ def fitted_rows(
 
 
 def _parts(places: Cells, columns: Mapping[str, Cells], room: int) -> list[dict[str, Cells]]:
-    """The columns in as few tables as have room for them."""
+    """Splits the columns into as few tables as possible."""
     parts: list[dict[str, Cells]] = [{}]
     for head, cells in columns.items():
         if parts[-1] and _width({"#": places, **parts[-1], head: cells}) > room:
@@ -214,11 +214,12 @@ def _table(
 
 LINE_SECONDS = 60.0
 BAR = 20  # letters
-WIDTH = 48  # of names in the ranking
+WIDTH = 48  # letters of names in the ranking
 
 
 class Lines:
-    """What would be on a bar, in a pipe: a line a minute; nothing on a terminal, or if `quiet`."""
+    """Prints a line per minute in a pipe, where no bar is drawn. It prints nothing on a terminal or if
+    `quiet`."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.screen, self._quiet = console(stderr=True), quiet
@@ -226,7 +227,7 @@ class Lines:
 
     @property
     def drawn(self) -> bool:
-        """Is there a bar?"""
+        """Is a bar drawn?"""
         return self.screen.is_terminal and not self._quiet
 
     def say(self, line: str, *, at_once: bool = False) -> None:
@@ -237,7 +238,8 @@ class Lines:
 
 
 class Bar:
-    """update(3, 14) shows "comparing: 3 of 14 comparisons, about 2:40 left"; without a unit, the share."""
+    """A bar. update(3, 14) shows "comparing: 3 of 14 comparisons, about 2:40 left"; without a unit, the
+    share."""
 
     def __init__(self, what: str, unit: str = "", *, quiet: bool = False):
         self._what, self._unit, self._lines = what, unit, Lines(quiet=quiet)
@@ -246,7 +248,8 @@ class Bar:
         self._task = self.drawn.add_task(what, total=None)
 
     def update(self, done: float, total: float, *, phase: str = "", now: str = "") -> None:
-        """phase: a part of the work with its own speed, of which `done` counts. now: what it is at."""
+        """phase: the part of the work that `done` counts; each part has its own speed. now: the current
+        item."""
         count = f"{done:,} of {total:,} {self._unit}" if self._unit else f"{100 * done / total:.0f} %"
         line = f"{self._what}: {phase} {count}" if phase else f"{self._what}: {count}"
         line += self._left(done / max(total, 1), phase) + (f"; {now}" if now else "")
@@ -271,7 +274,7 @@ def bar(what: str, unit: str = "", *, quiet: bool = False) -> Iterator[Bar]:
 
 @contextmanager
 def spinner(what: str) -> Iterator[Callable[[str], None]]:
-    """For work of unknown length: a spinner on a terminal. The function takes what is being done now."""
+    """Shows a spinner on a terminal for work of unknown length. The function takes the current item."""
     lines = Lines()
     with lines.screen.status(what) as status:
 
@@ -290,11 +293,11 @@ def _bar(lines: Lines) -> Progress:
 
 
 def say_roofs_are_measured() -> None:
-    console(stderr=True).print("First this machine's roofs are measured again, about 10 s: it is quiet now.")
+    console(stderr=True).print("The machine is idle now, so its roofs are measured again first, about 10 s.")
 
 
 class ShownProgress:
-    """Progress over all cells: update() is called often while a cell is measured, cell_done() after it."""
+    """Progress of all cells. update() is called often while a cell is measured, cell_done() after it."""
 
     def __init__(self, cells: int, *, quiet: bool = False):
         self._cells, self._done, self._started = cells, 0, time.monotonic()
@@ -338,7 +341,7 @@ class ShownProgress:
         self._bar.update(self._task, completed=self._done)
 
     def pause(self, show: Callable[[], None]) -> None:
-        """Show text on stdout without disturbing the bar."""
+        """Shows text on stdout without disturbing the bar."""
         self.stop()
         show()
         if self._done < self._cells:
@@ -353,7 +356,7 @@ class ShownProgress:
 
 
 def _ranking(standing: Sequence[Standing]) -> Table:
-    """How they stand so far; verdicts come when the rounds are over."""
+    """Makes the ranking so far. Verdicts come after the last round."""
     table = Table(box=None, pad_edge=False)
     table.add_column("so far", no_wrap=True, max_width=WIDTH)
     table.add_column("ms", justify="right", no_wrap=True)
@@ -368,7 +371,7 @@ def minutes(seconds: float) -> str:
 
 
 def is_wanted(progress: bool | None) -> bool:
-    """None: where somebody looks on, in a terminal or a notebook."""
+    """Returns whether to show progress. None means: in a terminal or a notebook."""
     out = console(stderr=True)
     return (out.is_terminal or out.is_jupyter) if progress is None else progress
 

@@ -1,8 +1,9 @@
 """One style for every figure: sizes, colours, and figures as SVG inside a page or as files.
 
-Text and lines are drawn in INK, grids in GRID, the gaps between bars in PAPER. In a page these three become
-CSS variables, so a figure follows the page into the dark. Names in a figure come from records: `label` makes
-them short and plain, and nothing in them is read as mathematics. matplotlib is imported only to draw.
+Text and lines have the colour INK, grids GRID, and the gaps between bars PAPER. In a page these three become
+CSS variables, so that a figure changes with the page's dark mode. Names in a figure come from records:
+`label` makes them short and plain, and nothing in them is read as mathematics. matplotlib is imported only to
+draw.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ VARIABLES = {INK: "var(--ink)", GRID: "var(--grid)", PAPER: "var(--paper)"}
 FORMATS = (".png", ".svg", ".pdf")
 MAX_LABEL = 44
 TIMES = (0.5, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, 1_000, 10_000)
-MAX_MARKS = 1_500  # more points than this are drawn as pixels, or a page would take seconds to open
+MAX_MARKS = 1_500  # more points become pixels, because a page would take seconds to open
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 10, "axes.titlesize": 10.5,
     "axes.titlelocation": "left", "axes.edgecolor": INK, "axes.labelcolor": INK, "text.color": INK,
@@ -43,8 +44,8 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Table(head=("rule", "ms"), rows=(("switch", "1.2"),), words=1): the first `words` columns are words,
-    the others numbers. links: for each row the id of the part of the page that says more."""
+    """A table: Table(head=("rule", "ms"), rows=(("switch", "1.2"),), words=1). The first `words` columns are
+    words, the others numbers. links: for each row the id of the part of the page with details."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -56,8 +57,8 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A figure and its name as a file. The title states what it shows, the caption how to read it, and the
-    table has its numbers for those who cannot see it.
+    """A figure and its file name. The title states its finding, the caption says how to read it, and the
+    table has its numbers for readers who cannot see it.
 
     Picture(name="winners-layer-bfloat16", title="native wins 9 of 12 cases", caption="...", figure=...)
     """
@@ -71,7 +72,7 @@ class Picture:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Around drawing and around saving: both read it."""
+    """Sets the style. Use it around drawing and around saving, because both read it."""
     from matplotlib import rc_context
 
     with rc_context(STYLE):
@@ -79,7 +80,7 @@ def style() -> Iterator[None]:
 
 
 def figure(width: float, height: float, dpi: int = 100) -> Any:
-    """An empty figure in inches, for no screen."""
+    """Makes an empty figure without a screen; sizes are in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -89,37 +90,37 @@ def figure(width: float, height: float, dpi: int = 100) -> Any:
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each name, the same in all figures that are given the same names in this order."""
+    """Returns a colour for each name. Figures with the same names in the same order have the same colours."""
     return {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(dict.fromkeys(names))}
 
 
 def label(text: object, most: int = MAX_LABEL) -> str:
-    """Any text as a figure may show it: printable, and cut in the middle if it is long."""
+    """Makes any text printable, and cuts it in the middle if it is long."""
     plain = printable(text, bad="\N{REPLACEMENT CHARACTER}")
     half = (most - 1) // 2
     return plain if len(plain) <= most else f"{plain[:half]}…{plain[-half:]}"
 
 
 def contrast(colour: str) -> str:
-    """Black or white, whichever is easier to read on a colour."""
+    """Returns black or white, whichever is easier to read on a colour."""
     red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.52 else "#ffffff"
 
 
 def rate(value: float) -> str:
-    """26.4, 0.081, 1,204: three digits."""
+    """Writes a number with three digits: 26.4, 0.081, 1,204."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def patches(colour: dict[str, str]) -> list[Any]:
-    """Legend entries: a box of its colour for each name."""
+    """Makes legend entries: a box in the colour of each name."""
     from matplotlib.patches import Patch
 
     return [Patch(facecolor=value, label=label(name, 60)) for name, value in colour.items()]
 
 
 def legend(made: Any, handles: Any, columns: int = 4, *, least: int = 2) -> None:
-    """Below the figure; none if there is nothing to tell apart."""
+    """Adds a legend below the figure if there are at least `least` entries."""
     if len(handles) >= least:
         longest = max(len(one.get_label()) for one in handles)
         room = int(11.5 * made.get_figwidth() / (longest + 6))  # letters of this size in an inch
@@ -129,7 +130,7 @@ def legend(made: Any, handles: Any, columns: int = 4, *, least: int = 2) -> None
 
 
 def logarithmic(axis: Any) -> None:
-    """A logarithmic axis with plain numbers: 1, 10, 1,000."""
+    """Makes an axis logarithmic with plain numbers: 1, 10, 1,000."""
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
@@ -138,7 +139,7 @@ def logarithmic(axis: Any) -> None:
 
 
 def times_axis(axis: Any, low: float, high: float) -> None:
-    """An axis of ratios from low to high, logarithmic if they are far apart: 1x, 1.5x, 2x, 5x."""
+    """Makes an axis of ratios from low to high, logarithmic if the range is wide: 1x, 1.5x, 2x, 5x."""
     limits = low - 0.03, high + 0.05 * (high - low)
     if high / low > 4:
         logarithmic(axis)
@@ -151,16 +152,16 @@ def times_axis(axis: Any, low: float, high: float) -> None:
 
 
 def inline(picture: Picture) -> str:
-    """The figure as an <svg> element that follows the colours of its page."""
+    """Returns the figure as an <svg> element that uses the colours of its page."""
     target = io.StringIO()
     with style():
         picture.figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
     text = target.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<(metadata|style)\b.*?</\1>", "", text, count=2, flags=re.S)  # page.css has the style
-    # its own ids repeat in every figure of a page; those that are referred to are hashes of what they name
+    # ids repeat in every figure of a page; the ids that are used are hashes of their content
     text = re.sub(r' id="[A-Za-z0-9]+_[0-9]+"', "", text)
-    # a page shows it a third larger than drawn; on a phone letters stay readable, and a wide figure scrolls
+    # a page shows a figure a third larger; on a phone its letters stay readable, and a wide figure scrolls
     width = 72 * picture.figure.get_figwidth()
     size = f"width:{1.35 * width:.0f}px;min-width:{0.8 * width:.0f}px"
     role = "group" if "<a " in text else "img"  # what is inside an image cannot be reached by keyboard
@@ -168,11 +169,28 @@ def inline(picture: Picture) -> str:
     text = re.sub(r'^<svg [^>]*?viewBox="([^"]*)"[^>]*>', head, text, flags=re.S)
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, variable)
-    return text
+    return _smaller(text)
+
+
+def _smaller(svg: str) -> str:
+    """Returns the same drawing in about two thirds of the bytes: places have fewer digits, and what a browser
+    ignores is removed."""
+
+    def number(found: re.Match[str]) -> str:
+        value = float(found[0])
+        return f"{value:.{1 if abs(value) >= 10 else 2}f}".rstrip("0").rstrip(".")
+
+    def place(found: re.Match[str]) -> str:
+        return re.sub(r"\s+(?=[zMLCQ\"])", "", re.sub(r"-?\d+\.\d+", number, found[0]))
+
+    svg = re.sub(r'(?<= )(?:d|x|y)="[^"]*"', place, svg)
+    svg = re.sub(r' transform="rotate\(-?0 [^)]*\)"', "", svg)
+    svg = svg.replace("font-family: 'DejaVu Sans', sans-serif; ", "")  # page.css says it for all
+    return re.sub(r">\s+<", "><", svg).replace("<g/>", "").replace("<defs></defs>", "")
 
 
 def save(picture: Picture, folder: Path, endings: Sequence[str] = (".svg", ".pdf", ".png")) -> list[Path]:
-    """As files, with the title above the figure; the files."""
+    """Writes files with the title above the figure, and returns their paths."""
     paths = [folder / f"{picture.name}{ending}" for ending in endings]
     nothing: dict[str, dict[str, Any]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     with style():
@@ -185,6 +203,6 @@ def save(picture: Picture, folder: Path, endings: Sequence[str] = (".svg", ".pdf
 
 
 def file_name(*words: str) -> str:
-    """winners-layer-train: what is safe in a file name, in lower case."""
+    """Joins words to a safe file name in lower case: winners-layer-train."""
     plain = re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
     return plain[:80] or "figure"

@@ -1,7 +1,7 @@
-"""Every timed record as a point that can be zoomed, filtered and hovered over: an HTML file made by Plotly.
+"""An HTML file by Plotly that shows every timed record as a point. A reader can zoom, filter and hover.
 
-For looking around; what is decided stands in the report. The file holds Plotly's script (5 MB) and asks no
-network. Plotly reads a little HTML in names, so every text from a record is made plain and escaped.
+It is for exploring; the report has the verdicts. The file contains Plotly's script (5 MB) and needs no
+network. Plotly reads some HTML in names, so every text from a record is made plain and escaped.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from moe_routing_bench.results.repeating import command_of
 
 
 def explorer(material: Material) -> str:
-    """The page: for each chapter and group a figure, milliseconds against tokens, a colour an implementation.
-    NotImplementedError with the line to install what is missing."""
+    """Makes the page: for each chapter and group a figure of milliseconds against tokens, with a colour for
+    each implementation. A NotImplementedError says what to install."""
     try:
         import plotly.graph_objects as go
     except ImportError:
@@ -30,7 +30,7 @@ def explorer(material: Material) -> str:
     for chapter in material.chapters:
         for group in chapter.groups:
             made = go.Figure()
-            for place, name in enumerate(group.contenders):
+            for place, name in enumerate(group.implementations):
                 points = [
                     (cell, record)
                     for cell in group.cells

@@ -1,7 +1,7 @@
-"""Which results folders a path holds: folders themselves, folders of folders, packed ones, and bundles.
+"""Finds the results folders in a path: a folder itself, folders inside it, archives, and bundles.
 
-Only what a results folder keeps is unpacked, into a folder that is gone afterwards: lines, samples and
-environments, and the files of a study. Links and anything else in an archive are passed over.
+An archive is unpacked into a temporary folder: only the lines, samples and environments of a results folder
+and the files of a study. Links and everything else in an archive are ignored.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from moe_routing_bench.report.console import say
 from moe_routing_bench.results.read import TRAININGS, is_plain_file, session_folders
 from moe_routing_bench.train.study import STUDY, TIMES, USED
 
-MAX_SENTENCES = 20  # about objects of a store that cannot be read
-DEPTH = 3  # folders below a path that are looked into
+MAX_SENTENCES = 20  # about unreadable objects of a store
+DEPTH = 3  # levels of folders below a path that are searched
 MAX_UNPACKED_BYTES = 8 << 30
 PACKED = (".tar", ".tar.xz", ".tar.gz", ".tar.bz2", BUNDLE)
 KEPT = re.compile(rf"(\./)?({TIMED}|{'|'.join(map(re.escape, (TRAININGS, STUDY, TIMES, USED)))})")
@@ -43,7 +43,7 @@ class ResultsFolder:
 
 @contextmanager
 def results_folders(paths: Sequence[Path]) -> Iterator[list[ResultsFolder]]:
-    """Every results folder in these paths, in their order. ValueError if one of them holds none."""
+    """Yields every results folder in these paths, in order. It raises a ValueError if a path holds none."""
     with ExitStack() as stack:
         folders = []
         for path in paths:
@@ -70,7 +70,7 @@ def _places(path: Path, depth: int) -> Iterator[Path]:
 
 
 def _kinds(folder: Path) -> tuple[bool, bool]:
-    """Has it timing records; has it training records or a study?"""
+    """Returns whether a folder has timing records, and whether it has training records or a study."""
     return bool(session_folders(folder)), is_plain_file(folder / TRAININGS) or is_plain_file(folder / STUDY)
 
 
@@ -107,7 +107,8 @@ def _unpack(archive: Path, folder: Path) -> None:
 
 
 def at_hand(folder: Path, *, rows: bool = False) -> Path:
-    """The folder, or the copy here of a store on a URL, brought up to date. rows: only what a query needs."""
+    """Returns the folder, or an updated local copy of a store on a URL. rows: copy only what a query
+    needs."""
     if url_of(folder) is None:
         return folder
     from moe_routing_bench.fleet.mirror import mirror, mirror_rows  # most commands read a folder

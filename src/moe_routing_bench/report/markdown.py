@@ -1,4 +1,4 @@
-"""A report in a few lines of Markdown, for a pull request: who wins how often, and the cells in one table."""
+"""A short report in Markdown for a pull request: the winners, and the cells in one table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAD = ("case", "fastest", "ms", "next", "times faster (99 % interval)", "certai
 
 
 def markdown(material: Material) -> str:
-    """Chapters one after another, at most MAX_ROWS cells each; the machine and the commit come last."""
+    """Writes the chapters with at most MAX_ROWS cells each; the machine and the commit come last."""
     parts = []
     for chapter in material.chapters:
         parts += [
@@ -50,7 +50,7 @@ def _row(cells: list[str] | tuple[str, ...]) -> str:
 
 
 def _text(value: str, most: int = 90) -> str:
-    """Text that Markdown leaves alone: no markup, no link, no mention of a person."""
+    """Escapes text so that it contains no markup, no link and no mention of a person."""
     text = plain(value).replace("\n", " ")
     text = text if len(text) <= most else f"{text[: most - 3]}..."
     text = re.sub(r"@(?=\w)", "@ ", html.escape(text, quote=False))

@@ -1,4 +1,4 @@
-"""Tables of outcomes: one cell, best first, with what did not run; many cells in one ranking."""
+"""Tables of outcomes: one cell with its failures, the fastest first, or many cells in one ranking."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, get_args
 from rich.console import RenderableType
 from rich.text import Text
 
-from moe_routing_bench.bench.outcome import CellOutcome, Direction, SubjectOutcome
+from moe_routing_bench.bench.outcome import CellOutcome, Direction, ImplementationOutcome
 from moe_routing_bench.bench.repro import repro_command
 from moe_routing_bench.bench.roofs import Roofs, percent_of_roof
 from moe_routing_bench.bench.spans.span import all_threads, span_named
@@ -18,21 +18,22 @@ from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.verdict import OPEN
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.names import short_label, slots_of
+from moe_routing_bench.report.ceiling import ceilings
 from moe_routing_bench.report.console import Cells, fitted, heading, show, two_columns
 from moe_routing_bench.workloads.axes import values_of
 from moe_routing_bench.workloads.experiment import Experiment
 
 STYLES = {"FASTER": "green", "SLOWER": "red", "SAME": "cyan"} | dict.fromkeys(OPEN, "yellow")
 PLAIN_LAYER = "moe"
-# what may differ between the rows of a ranking
-FACTS: dict[str, Callable[[CellOutcome, SubjectOutcome], str]] = {
+# values that may differ between the rows of a ranking
+FACTS: dict[str, Callable[[CellOutcome, ImplementationOutcome], str]] = {
     "span": lambda outcome, one: outcome.experiment.span,
     "direction": lambda outcome, one: outcome.direction,
-    "router": lambda outcome, one: _router(outcome.experiment, one.subject.router),
+    "router": lambda outcome, one: _router(outcome.experiment, one.implementation.router),
     "layer": lambda outcome, one: (
-        one.subject.layer or (PLAIN_LAYER if span_named(outcome.experiment.span).routed else "")
+        one.implementation.layer or (PLAIN_LAYER if span_named(outcome.experiment.span).routed else "")
     ),
-    "layout": lambda outcome, one: one.subject.layout,
+    "layout": lambda outcome, one: one.implementation.layout,
     "implementation": lambda outcome, one: short_label(one.label),
     "T": lambda outcome, one: str(outcome.experiment.T),
     "D": lambda outcome, one: str(outcome.experiment.D),
@@ -46,43 +47,45 @@ FACTS: dict[str, Callable[[CellOutcome, SubjectOutcome], str]] = {
 
 
 def show_outcome(outcome: CellOutcome, *, repro: bool = False, roofs: Roofs | None = None) -> None:
-    experiment, s = outcome.experiment, outcome.experiment.shape
+    experiment = outcome.experiment
     span = experiment.span if outcome.direction == "forward" else f"{experiment.span} {outcome.direction}"
-    sizes = f"T={s.T} D={s.D} F={s.F} E={s.E} K={s.K}"
-    words = (span, sizes, experiment.dtype, _stored(outcome), experiment.workload or "own router")
+    sizes, *more = span_named(experiment.span).sizes(experiment)
+    words = (span, sizes, experiment.dtype, _stored(outcome), *more)
     show("", heading(experiment.case, ", ".join(filter(None, words))))
-    ranked = sorted((o for o in outcome.subjects if o.samples), key=_ratio)
+    ranked = sorted((o for o in outcome.implementations if o.samples), key=_ratio)
     if ranked:
         show(*_ranking(outcome, ranked))
         for table in _loads(outcome, ranked), _stages(outcome, ranked):
             if table:
                 show("", *table)
+        for one in ranked:
+            show(*(f"{_name(one, outcome)}: {limit}." for limit in ceilings(one.stages)))
     _show_not_timed(outcome)
     show("", *(Text(note, "dim") for note in _notes(outcome, ranked, roofs)))
     if repro:
         for one in ranked:
-            show(Text(f"{_name(one, outcome)}: {repro_command(experiment, one.subject)}", "dim"))
+            show(Text(f"{_name(one, outcome)}: {repro_command(experiment, one.implementation)}", "dim"))
 
 
 def _router(case: Experiment, name: str) -> str:
-    """With what Soft-MoE computes: its time alone would say that it is the faster one."""
+    """Returns the router, with the work of Soft-MoE: its time alone would make it look faster."""
     s = case.shape
     slots = slots_of(name, T=s.T, E=s.E, K=s.K, sequences=case.sequences)
     return f"{name}: {slots}" if slots else name
 
 
 def _stored(outcome: CellOutcome) -> str:
-    """weights stored as int8"""
+    """Returns "weights stored as int8", or "" if they are not stored in a format."""
     return f"weights stored as {store}" if (store := outcome.experiment.store) else ""
 
 
 def _show_not_timed(outcome: CellOutcome) -> None:
-    """One line for each reason, with the names of all that have it."""
+    """Shows a line for each reason, with the names of the implementations."""
     names: dict[tuple[Status, str], list[str]] = {}
-    for one in outcome.subjects:
+    for one in outcome.implementations:
         if not one.samples:
-            # what it says of itself begins with its name: topk.triton_select: needs triton
-            reason = re.sub(rf"^\w+\.{re.escape(one.subject.name)}: ", "", one.reason)
+            # a reason may begin with the name: "topk.triton_select: needs triton"
+            reason = re.sub(rf"^\w+\.{re.escape(one.implementation.name)}: ", "", one.reason)
             names.setdefault((one.status, reason), []).append(_name(one, outcome))
     if not names:
         return
@@ -95,9 +98,9 @@ def _show_not_timed(outcome: CellOutcome) -> None:
 
 
 def show_summary(outcomes: Sequence[CellOutcome]) -> None:
-    """One ranking over several cells, most tokens a second first in each span and direction. What all rows
-    have in common stands above the table."""
-    rows = [(outcome, one) for outcome in outcomes for one in outcome.subjects if one.samples]
+    """Shows one ranking of several cells, with the most tokens per second first in each span and direction.
+    Values that all rows share are shown above the table."""
+    rows = [(outcome, one) for outcome in outcomes for one in outcome.implementations if one.samples]
     if not rows:
         show("", "Nothing was timed in any of the cells.")
         return
@@ -124,11 +127,11 @@ def show_summary(outcomes: Sequence[CellOutcome]) -> None:
         "verdict": verdicts,
     }
     show(*fitted(words, numbers), "")
-    show(Text("A ratio is to the baseline of its own cell, timed in the same rounds.", "dim"))
+    show(Text("Each ratio compares with the baseline of the same cell, timed in the same rounds.", "dim"))
 
 
 def per_second(rate: float) -> str:
-    """12.3 k, 4.56 M: times are not more precise than three digits."""
+    """Writes a rate with three digits, because times are not more precise: 12.3 k, 4.56 M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if rate >= 0.9995 * size:
             return f"{_digits(rate / size)} {letter}"
@@ -141,27 +144,27 @@ def _digits(value: float) -> str:
     return f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
 
 
-def _ms(one: SubjectOutcome) -> str:
+def _ms(one: ImplementationOutcome) -> str:
     return f"{1e3 * median(one.samples):.3f}"
 
 
-def _tokens(outcome: CellOutcome, one: SubjectOutcome) -> float:
+def _tokens(outcome: CellOutcome, one: ImplementationOutcome) -> float:
     return outcome.rates(one).tokens_per_second or 0.0
 
 
-def _ratio(one: SubjectOutcome) -> float:
+def _ratio(one: ImplementationOutcome) -> float:
     return 1.0 if one.comparison is None else one.comparison.ratio
 
 
-def _compared(one: SubjectOutcome) -> tuple[str, str, Text]:
-    """Ratio, interval, verdict."""
+def _compared(one: ImplementationOutcome) -> tuple[str, str, Text]:
+    """Returns ratio, interval and verdict."""
     if (compared := one.comparison) is None:
         return "1", "", Text("baseline", "bold")
     (low, high), verdict = compared.interval, compared.verdict
     return f"{compared.ratio:.3f}", f"{low:.3f} to {high:.3f}", Text(verdict, STYLES[verdict])
 
 
-def _ranking(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> list[RenderableType]:
+def _ranking(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> list[RenderableType]:
     ratios, intervals, verdicts = zip(*map(_compared, ranked), strict=True)
     numbers: dict[str, Cells] = {
         "ms": [_ms(one) for one in ranked],
@@ -181,34 +184,35 @@ def _ranking(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> list[Rendera
     return fitted({"implementation": names}, numbers, spare=("peak MiB", "GB/s", "of roof"))
 
 
-def _beside(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, list[str]]:
-    """Code from outside is timed by another clock, and so is a copy of the baseline: its time stands beside
-    what was compared with it, so that the ratio is that of two numbers in its row."""
+def _beside(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> dict[str, list[str]]:
+    """Returns the baseline's times for code from outside. Such code and its copy of the baseline are timed in
+    another process, so the row shows both times of its ratio."""
     pairs = [outcome.against(one) for one in ranked]
     if not any(pair is not None and pair.role == "beside" for pair in pairs):
         return {}
     return {"baseline's ms": ["" if pair is None else _ms(pair) for pair in pairs]}
 
 
-def _errors(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, list[str]]:
-    """On stored weights implementations differ in how well they compute, so that stands beside the time."""
+def _errors(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> dict[str, list[str]]:
+    """Returns the column of errors: with stored weights implementations differ in accuracy."""
     errors = ["" if one.error is None else f"{one.error:.2g}" for one in ranked]
     return {"error": errors} if outcome.experiment.store else {}
 
 
-def _share(one: SubjectOutcome) -> str:
+def _share(one: ImplementationOutcome) -> str:
     return "" if one.share_of_roof is None else percent_of_roof(one.share_of_roof, one.roof_busy)
 
 
-def _rates(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, list[str]]:
-    """The rates worth a column: bytes by both conventions if the span packs, operations if it has weights."""
+def _rates(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> dict[str, list[str]]:
+    """Returns the columns of rates: bytes by both conventions if the span packs, operations if it has weights
+    or more of them than bytes."""
     rates = [outcome.rates(one) for one in ranked]
     fields = {"tokens/s": "tokens_per_second"}
     if rates[0].bw_2pass is not None:
         fields |= {"bw_2pass\nGB/s": "bw_2pass", "bw_strict\nGB/s": "bw_strict"}
     elif rates[0].bytes_per_second is not None:
         fields["GB/s"] = "bytes_per_second"
-    if ranked[0].cost.weight_bytes:
+    if (cost := ranked[0].cost).weight_bytes or cost.useful_flops > cost.activation_bytes:
         fields["TFLOP/s"] = "flops_per_second"
     units = {"tokens/s": 1.0, "TFLOP/s": 1e12}
     columns = {}
@@ -218,8 +222,8 @@ def _rates(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> dict[str, list
     return columns
 
 
-def _loads(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> list[RenderableType]:
-    """What each layout and router pads and drops; empty if there is one only, and it does neither."""
+def _loads(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> list[RenderableType]:
+    """Shows what each layout and router pads and drops. Empty if there is only one and it does neither."""
     names = [name for name in ("router", "layer", "layout") if name == "layout" or _varies(name, outcome)]
     facts = {tuple(FACTS[name](outcome, one) for name in names): one.load for one in ranked}
     if len(facts) == 1 and not any(
@@ -239,8 +243,10 @@ def _loads(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> list[Renderabl
     return fitted(words, numbers)
 
 
-def _stages(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> list[RenderableType]:
-    """Each stage as a share of their sum, and the sum over the time of the whole."""
+def _stages(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> list[RenderableType]:
+    """Shows each stage as a share of the sum of stages, and this sum divided by the time of the whole
+    call."""
+    ranked = [one for one in ranked if one.stages]
     names = list(dict.fromkeys(name for one in ranked for name in one.stages))
     if not names:
         return []
@@ -261,44 +267,45 @@ def _stages(outcome: CellOutcome, ranked: list[SubjectOutcome]) -> list[Renderab
 PLACES = {
     "cpu": "{}",
     "cuda": "a GPU, between CUDA events",
-    "pretend": "a pretended GPU (run on the CPU: these times say nothing about a GPU)",
+    "pretend": "a pretended GPU (it runs on the CPU, so these times say nothing about a GPU)",
 }
 
 
-def _notes(outcome: CellOutcome, ranked: list[SubjectOutcome], roofs: Roofs | None) -> list[str]:
+def _notes(outcome: CellOutcome, ranked: list[ImplementationOutcome], roofs: Roofs | None) -> list[str]:
     experiment = outcome.experiment
     notes = list(outcome.notes)
     wanting = {_name(o, outcome): o.comparison.more_rounds for o in ranked if o.comparison is not None}
     if more := ", ".join(f"{rounds} for {name}" for name, rounds in wanting.items() if rounds):
         notes.append(f"More rounds needed for a verdict, about: {more}.")
     if outcome.aa_floor is not None:
-        checked = sum(one.checked_timed_calls for one in outcome.subjects)
+        checked = sum(one.checked_timed_calls for one in outcome.implementations)
         number = all_threads(outcome.experiment)
         threads = "1 thread" if number == 1 else f"{number} threads"
         place = PLACES[experiment.device].format(threads)
         notes.append(
             f"{outcome.rounds} interleaved rounds on {place}, {experiment.cache} caches "
-            f"({outcome.stop_reason}); the baseline's own twin is {100 * outcome.aa_floor:.1f} % away; "
-            f"{checked} timed results judged; {outcome.seconds:.0f} s in all."
+            f"({outcome.stop_reason}); noise: two copies of the baseline differed by "
+            f"{100 * outcome.aa_floor:.1f} %; {checked} timed results checked; {outcome.seconds:.0f} s."
         )
     if outcome.weather is not None:
         complaints = outcome.weather.complaints(this_machine().cores, all_threads(outcome.experiment))
         notes += [f"Noise: {complaint}." for complaint in complaints]
     if roofs is None:
         notes.append(
-            "Run `mrb doctor` once while the machine is quiet: it measures the machine's roofs, and times "
-            "are then shown as shares of them."
+            "Run `mrb doctor` once while the machine is idle: it measures the machine's roofs, and then "
+            "times are shown as shares of them."
         )
     elif roofs.busy:
         notes.append(
-            f"Shares of roofs (~) are too high: when these were measured, {roofs.busy}. They are measured "
-            "again in the next quiet moment."
+            f"Shares of roofs (~) are too high: when the roofs were measured, {roofs.busy}. They are "
+            "measured again when the machine is idle."
         )
     return notes
 
 
-def _name(one: SubjectOutcome, outcome: CellOutcome) -> str:
-    """Its label, and those of layout, router and layer that differ in the cell: staged @ compact, switch."""
+def _name(one: ImplementationOutcome, outcome: CellOutcome) -> str:
+    """Returns the label with the layout, router and layer if they differ in the cell: staged @ compact,
+    switch."""
     names = [name for name in ("layout", "router", "layer") if _varies(name, outcome)]
     facts = {name: FACTS[name](outcome, one) for name in names}
     place = f" @ {facts.pop('layout')}" if "layout" in facts else ""
@@ -306,7 +313,7 @@ def _name(one: SubjectOutcome, outcome: CellOutcome) -> str:
 
 
 def _varies(fact: str, outcome: CellOutcome) -> bool:
-    return len({FACTS[fact](outcome, one) for one in outcome.subjects}) > 1
+    return len({FACTS[fact](outcome, one) for one in outcome.implementations}) > 1
 
 
 def outcome_document(outcome: CellOutcome) -> dict[str, Any]:
@@ -329,18 +336,18 @@ def outcome_document(outcome: CellOutcome) -> dict[str, Any]:
         "seconds": outcome.seconds,
         "weather": None if outcome.weather is None else outcome.weather.to_dict(),
         "notes": outcome.notes,
-        "implementations": [_subject_document(one, outcome) for one in outcome.outcomes],
+        "implementations": [_implementation_document(one, outcome) for one in outcome.outcomes],
     }
 
 
-def _subject_document(one: SubjectOutcome, outcome: CellOutcome) -> dict[str, Any]:
+def _implementation_document(one: ImplementationOutcome, outcome: CellOutcome) -> dict[str, Any]:
     return {
         "implementation": one.label,
         "runs": one.runs or one.label,
-        "spec": one.subject.text,
-        "layout": one.subject.layout,
-        "router": one.subject.router,
-        "layer": one.subject.layer,
+        "spec": one.implementation.text,
+        "layout": one.implementation.layout,
+        "router": one.implementation.router,
+        "layer": one.implementation.layer,
         "role": one.role,
         "status": one.status,
         "reason": one.reason,
@@ -362,5 +369,5 @@ def _subject_document(one: SubjectOutcome, outcome: CellOutcome) -> dict[str, An
         "max_bound": one.max_bound,
         "error": one.error,
         "checked_timed_calls": one.checked_timed_calls,
-        "repro": repro_command(outcome.experiment, one.subject),
+        "repro": repro_command(outcome.experiment, one.implementation),
     }

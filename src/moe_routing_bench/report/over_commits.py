@@ -1,4 +1,4 @@
-"""A metric over commits as figures and a page: points, levels between steps, and where the method changed."""
+"""Draws a metric over commits: points, levels between steps, and places where the method changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_routing_bench.report.drawing import COLOURS, INK, PAPER, Picture, Table, figure, label, style
 from moe_routing_bench.report.page import Page, Section
-from moe_routing_bench.results.history import METRICS, History, Series
+from moe_routing_bench.results.history import METRICS, CaseHistory, History
 
 MAX_PANELS, MAX_TICKS, MAX_ROWS = 12, 16, 1_000
 UNITS = {"ratio": "ratio to the baseline", "ms": "milliseconds"}
@@ -19,15 +19,15 @@ def steps_table(past: History) -> Table:
     for series, step in past.steps[:MAX_ROWS]:
         point = series.points[step.at]
         numbers = (f"{step.before:.4g}", f"{step.after:.4g}", f"{step.ratio:.3f}")
-        rows.append((series.where, series.contender, step.kind, point.name, point.day, *numbers))
+        rows.append((series.where, series.implementation, step.kind, point.name, point.day, *numbers))
     return Table(head=head, rows=tuple(rows), words=5)
 
 
-def series_table(series: Sequence[Series]) -> Table:
+def series_table(series: Sequence[CaseHistory]) -> Table:
     head = ("case", "implementation", "machine", "points", "first", "last", "steps", "method changes")
     rows = [
         (
-            one.where, one.contender, one.machine, f"{len(one.points)}", f"{one.points[0].value:.4g}",
+            one.where, one.implementation, one.machine, f"{len(one.points)}", f"{one.points[0].value:.4g}",
             f"{one.points[-1].value:.4g}", f"{len(one.steps)}", f"{len(one.method_changes)}",
         )
         for one in series[:MAX_ROWS]
@@ -36,7 +36,7 @@ def series_table(series: Sequence[Series]) -> Table:
 
 
 def draw(past: History) -> Picture | None:
-    """The series with the largest steps, one panel each."""
+    """Draws the series with the largest steps, one panel each."""
     shown = [one for one in past.series if len(one.points) > 1][:MAX_PANELS]
     if not shown:
         return None
@@ -47,15 +47,15 @@ def draw(past: History) -> Picture | None:
             axes.set_ylabel(UNITS[past.metric], fontsize=8.5)
     left = sum(len(one.points) > 1 for one in past.series) - len(shown)
     caption = (
-        "Points in the order in which commits were first measured, with 99 % intervals where they have one; "
-        "hollow: the source was changed after the commit. Thick lines are levels between steps. Dashed: "
-        "measured in another way from here on. " + (f"{left:,} more series are in the table." if left else "")
+        "Points are in the order in which commits were first measured, with 99 % intervals if there is one. "
+        "Hollow: the source was changed after the commit. Thick lines are levels between steps. Dashed: the "
+        "method changed here. " + (f"{left:,} more series are in the table." if left else "")
     )
     title = f"{len(past.steps):,} step{'s' * (len(past.steps) != 1)} in {len(past.series):,} series"
     return Picture(name="history", title=title, caption=caption, figure=made)
 
 
-def _panel(axes: Any, one: Series) -> None:
+def _panel(axes: Any, one: CaseHistory) -> None:
     x = list(range(len(one.points)))
     bars = [2.576 * point.error * point.value for point in one.points]
     axes.errorbar(x, [p.value for p in one.points], yerr=bars, fmt="none", ecolor=COLOURS[0], elinewidth=1)
@@ -77,7 +77,7 @@ def _panel(axes: Any, one: Series) -> None:
     axes.set_xticks(x[::every], [label(p.name, 12) for p in one.points[::every]], rotation=30, fontsize=7.5)
     axes.set_xlim(-0.6, len(x) - 0.4)
     axes.margins(y=0.25)
-    axes.set_title(f"{label(one.contender, 40)}: {label(one.where, 60)}")
+    axes.set_title(f"{label(one.implementation, 40)}: {label(one.where, 60)}")
 
 
 def over_commits(past: History, command: str) -> Page:
@@ -86,14 +86,14 @@ def over_commits(past: History, command: str) -> Page:
     sections = [
         Section(
             title="Steps" if steps.rows else "No step",
-            text=() if steps.rows else ("No series steps by more than counts.",),
+            text=() if steps.rows else ("No series has a step that is larger than the limit.",),
             tables=(steps,) if steps.rows else (),
             pictures=() if picture is None else (picture,),
         ),
         Section(title="Series", tables=(series_table(past.series),)),
     ]
     without = (
-        f" {past.without:,} records name no commit: their version and code stand for it."
+        f" {past.without:,} records name no commit, so their version and code are used instead."
         if past.without
         else ""
     )

@@ -1,6 +1,6 @@
-"""What `mrb results` shows of a folder: the best of each case, or the answer to a query.
+"""The output of `mrb results`: the fastest implementation of each case, or the answer to a query.
 
-What a function returns for people to look at: it prints as the command line does, also in a notebook.
+The Python API returns the same objects; they print as on the command line, also in a notebook.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rich.text import Text
 
 from moe_routing_bench.core.names import base_name, did_you_mean, slots_of
 from moe_routing_bench.core.text import printable
+from moe_routing_bench.report.ceiling import ceilings
 from moe_routing_bench.report.console import columns_here, console, fitted_rows, recorded, show
 from moe_routing_bench.results.answers import BEST
 from moe_routing_bench.results.parquet import COLUMNS, quoted
@@ -33,13 +34,13 @@ MAX_NAME = 22
 MAX_CELL_LETTERS = 300
 COUNTS = """
 SELECT span, status, count(*) AS records FROM records
-WHERE role IN ('baseline', 'candidate') AND {condition} GROUP BY ALL ORDER BY ALL"""  # counting.CONTENDERS
+WHERE role IN ('baseline', 'candidate') AND {condition} GROUP BY ALL ORDER BY ALL"""  # counting.OWN_ROLES
 ROLES = "SELECT role, count(*) FROM records WHERE {condition} GROUP BY role"
 
 
 def table_of(columns: Sequence[str], rows: Sequence[Sequence[object]], words: Collection[str] = ()) -> Group:
-    """Cells are words or numbers; a Text keeps its colour. words: columns that may move to a legend, by
-    default those without a number."""
+    """Makes a table from words and numbers; a Text keeps its colour. words: columns that may move to a
+    legend, by default the ones without a number."""
     names = [printable(column) for column in columns]
     numeric = {
         name
@@ -67,7 +68,7 @@ def left_out_json(left_out: LeftOut) -> dict[str, Any]:
 
 
 def _condition(folder: Path, column: str, wanted: str) -> str:
-    """In SQL: the column is `wanted`, with or without options."""
+    """Returns the SQL condition that the column is `wanted`, with or without options."""
     value = "if(layer = '', 'moe', layer)" if column == "layer" else column
     known = [name for (name,) in run_query(folder, f"SELECT DISTINCT {value} FROM records ORDER BY 1")[1]]
     names = dict.fromkeys(name for one in known for name in (one, base_name(one)) if name)
@@ -88,7 +89,7 @@ def _cell(value: object) -> str:
 
 
 def finite(value: Any) -> Any:
-    """A value that JSON can hold: no NaN, no infinity."""
+    """Replaces NaN and infinity, which JSON cannot hold."""
     if isinstance(value, dict):
         return {str(key): finite(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -111,7 +112,7 @@ def show_rows(names: list[str], rows: list[tuple[Any, ...]]) -> None:
         return
     show(table_of(names, rows[:MAX_SHOWN]))
     if len(rows) > MAX_SHOWN:
-        show(f"and {len(rows) - MAX_SHOWN:,} more rows; add LIMIT or take all with --json")
+        show(f"and {len(rows) - MAX_SHOWN:,} more rows; add LIMIT, or use --json for all")
 
 
 def counted(folder: Path, condition: str = "true") -> RecordCount:
@@ -142,31 +143,33 @@ def _show_overview(
         columns = ["case", "best", "ms", "faster", "99 % interval", "than", "certain"]
         more = told_apart(shown, lambda row: tuple(_words(row).values()))
         cells = [_best(row, shared, one) for row, one in zip(shown, more, strict=True)]
-        if any(row["store"] for row in shown):  # how well it computes with stored weights is worth as much
+        if any(row["store"] for row in shown):  # with stored weights accuracy matters as much as time
             columns.append("error")
             cells = [(*cell, row["error"]) for cell, row in zip(cells, shown, strict=True)]
-        short = max(len(str(best)) for _, best, *_ in cells) <= MAX_NAME  # then it has room in any table
+        short = max(len(str(best)) for _, best, *_ in cells) <= MAX_NAME  # then it fits into any table
         show(table_of(columns, cells, words=("case", "than") if short else ("case", "best", "than")))
+        limits = {row[0]: ceilings(answer["stage_seconds"]) for row, answer in zip(cells, shown, strict=True)}
+        show(*(printable(f"{case}: {limit}.") for case, all_of in limits.items() for limit in all_of))
         if len(rows) > MAX_CASES:
-            show(f"and {len(rows) - MAX_CASES:,} more cases; all of them: mrb results --json")
+            show(f"and {len(rows) - MAX_CASES:,} more cases; mrb results --json shows all")
     show("", f"{count}:", table_of(*counts))
     show(
         "",
         Text(
-            f"As a page with charts, every implementation and the evidence: mrb results report {folder}",
+            f"mrb results report {folder} makes a page with charts, every implementation and the evidence.",
             "dim",
         ),
     )
     show(
         Text(
-            'Ask more with mrb results query "SELECT ..."; mrb results query --columns shows the columns.',
+            'mrb results query "SELECT ..." answers more; mrb results query --columns shows the columns.',
             "dim",
         )
     )
 
 
 def _words(row: Mapping[str, Any]) -> dict[str, str]:
-    """What tells cases apart, and beside an implementation its setting: layout, router and kind of layer."""
+    """Returns the words that distinguish cases, and the layout, router and kind of layer."""
     slots = slots_of(row["router"] or "", **{name: row[name] for name in ("T", "E", "K", "sequences")})
     direction = "" if row["direction"] == "forward" else f" {row['direction']}"
     return {
@@ -179,7 +182,7 @@ def _words(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _winners(answers: Sequence[Mapping[str, Any]], shared: Collection[str]) -> list[str]:
-    """native is the fastest in 9 of 12 cases; that is certain in 7."""
+    """Returns sentences such as "native is the fastest in 9 of 12 cases; that is certain in 7."."""
     compared = [(_best(row, shared)[1], row["certain"]) for row in answers if row["next"] is not None]
     lines = []
     for name, count in Counter(name for name, _ in compared).most_common(MAX_WINNERS):
@@ -192,7 +195,7 @@ def _winners(answers: Sequence[Mapping[str, Any]], shared: Collection[str]) -> l
 
 
 def _best(row: Mapping[str, Any], shared: Collection[str], more: str = "") -> tuple[object, ...]:
-    """A line of the overview, without what all lines share."""
+    """Returns a line of the overview, without the words that all lines share."""
     words = _words(row)
     own = (words[name] for name in words if name not in {*shared, "case", "setting"})
     case = " ".join(filter(None, (words["case"], *own))) + more
@@ -205,7 +208,7 @@ def _best(row: Mapping[str, Any], shared: Collection[str], more: str = "") -> tu
 
 
 def all_columns() -> list[tuple[str, str]]:
-    """Name and type of what a query can use."""
+    """Returns the name and type of each column that a query can use."""
     return [*((column.name, column.type) for column in COLUMNS), *JOINED]
 
 
@@ -219,7 +222,7 @@ def show_columns() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Overview:
-    """What a folder holds, and the best of each case, as answers to queries."""
+    """The content of a folder and the fastest implementation of each case, as answers to queries."""
 
     folder: Path
     count: RecordCount
@@ -234,7 +237,8 @@ class Overview:
 
 
 def read_overview(folder: Path, wanted: Mapping[str, str], left_out: LeftOut) -> Overview:
-    """wanted: only records with these values, {"router": "switch"}. ValueError if the folder has none."""
+    """Reads the overview of a folder. wanted: only records with these values, {"router": "switch"}. It raises
+    a ValueError if the folder has none."""
     condition = " AND ".join(_condition(folder, *one) for one in wanted.items()) or "true"
     counts = run_query(folder, COUNTS.format(condition=condition), left_out)
     best = run_query(folder, BEST.format(condition=condition))
@@ -242,7 +246,7 @@ def read_overview(folder: Path, wanted: Mapping[str, str], left_out: LeftOut) ->
 
 
 class Displayed:
-    """Something that prints as the command line prints it; a notebook shows the same with its colours."""
+    """An object that prints as on the command line; a notebook shows it with its colours."""
 
     def _show(self) -> None:
         raise NotImplementedError
@@ -273,7 +277,7 @@ class Table(Displayed):
         return (dict(zip(self.columns, row, strict=True)) for row in self.rows)
 
     def to_pandas(self) -> Any:
-        """As a pandas.DataFrame. NotImplementedError if pandas is not installed."""
+        """Returns a pandas.DataFrame. It raises a NotImplementedError if pandas is not installed."""
         try:
             import pandas
         except ImportError:

@@ -1,6 +1,6 @@
 "use strict";
-// filter, sort, open rows, links to cases, hover: over the tables of the page and the JSON block below them.
-// Text is only ever set as text.
+// Filters, sorts and opens rows, follows links to cases, and shows hover texts from the JSON of the page.
+// It sets text only as text, never as HTML.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;

@@ -1,8 +1,8 @@
 """A report as one HTML file: the answer first, then figures and tables, and the evidence folded at the end.
 
-Every string that reaches the page passes `plain`, then jinja2's autoescape: nothing in a record can become
-markup, script or style, or turn the direction of the text around it. The page asks no network, and its policy
-(CSP) forbids it to. It lists at most MAX_CELLS cases in full; figures and other tables are of all.
+Every string on the page passes `plain` and then jinja2's autoescape, so nothing in a record can become
+markup, script or style, or change the direction of text. The page needs no network, and its policy (CSP)
+forbids it. The page lists at most MAX_CELLS cases in full; figures and other tables show all cases.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from moe_routing_bench.report.tables import (
     study_table,
     verdict_of,
 )
+from moe_routing_bench.report.tuning_figures import gains, knob_map, top_ten, tuned
 from moe_routing_bench.report.winners import MEANING, Hovers, answer, decided, leads, winner_map
 from moe_routing_bench.results.record import Record
 from moe_routing_bench.results.repeating import command_of
@@ -48,7 +49,7 @@ LEARNS = "Which router learns best, and what does it cost?"
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
-    """A cell as the page shows it. details: the numbers of its rows in the page's JSON."""
+    """A cell in the form of the page. details: the numbers of its rows in the JSON of the page."""
 
     anchor: str
     title: str
@@ -57,7 +58,7 @@ class Ranked:
     details: tuple[int, ...]
     failed: tuple[tuple[str, str, str], ...]
     command: str
-    words: str  # what the filter looks at
+    words: str  # the filter searches them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +75,8 @@ Chapters: TypeAlias = tuple[tuple[str, tuple[Section, ...]], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """title: the question. answer: sentences, and the chart of the first screen. chapters: (title, its
-    sections); those of the evidence are folded. data: what the script looks up, by kind and number."""
+    """A page. title: the question. answer, chart: the first screen. chapters: (title, sections); the evidence
+    is folded. data: values for the script, by kind and number."""
 
     title: str
     answer: tuple[str, ...]
@@ -97,7 +98,8 @@ class Page:
         return drawn if self.chart is None else [self.chart, *drawn]
 
     def write(self, target: Path) -> Path:
-        """As HTML. ValueError if there is no such place, NotImplementedError if jinja2 is absent."""
+        """Writes HTML. It raises a ValueError if the place does not exist, NotImplementedError without
+        jinja2."""
         if target.is_dir():
             raise ValueError(f"{target} is a folder; name a file such as {target / 'report.html'}")
         if not target.parent.is_dir():
@@ -107,7 +109,7 @@ class Page:
 
 
 def make_page(material: Material, command: str) -> Page:
-    """All sections that have data."""
+    """Makes a page with all sections that have data."""
     hovers, details = Hovers(), list[list[str]]()
     chapters, evidence, room = [], [], MAX_CELLS
     for number, chapter in enumerate(material.chapters, start=1):
@@ -137,8 +139,8 @@ def make_page(material: Material, command: str) -> Page:
 
 
 def _answered(material: Material) -> list[tuple[int, Group]]:
-    """The groups that have winners and the numbers of their chapters: whole layers and experts before their
-    parts, then those with most cases first."""
+    """Returns the groups with winners and the numbers of their chapters. Whole layers and experts come before
+    their parts, then groups with more cases."""
     found = [
         (number, group)
         for number, chapter in enumerate(material.chapters, start=1)
@@ -149,7 +151,7 @@ def _answered(material: Material) -> list[tuple[int, Group]]:
 
 
 def _answer(material: Material, groups: Sequence[tuple[int, Group]]) -> tuple[str, ...]:
-    """A sentence for each group and for each study."""
+    """Returns a sentence for each group and each study."""
     several = len(material.chapters) > 1
     lines = [
         f"{group.title}{f' (chapter {number})' if several else ''}: {answer(group)}."
@@ -172,16 +174,16 @@ def _sections(chapter: Chapter, hovers: Hovers, details: list[list[str]], room: 
     shown = chapter.cells[:room]
     left = len(chapter.cells) - len(shown)
     ranked_text = (
-        "Fastest first. A ratio is to the baseline of the same case, paired round by round. A row opens to "
-        "show its record, its samples and the command that measures it again."
+        "The fastest comes first. Each ratio compares with the baseline of the same case, paired by round. "
+        "Click a row to see its record, its samples and the command that measures it again."
     )
     if left:
         ranked_text += (
-            f" {left:,} of {len(chapter.cells):,} cells are not listed here, though they are in all other "
-            "figures and tables; mrb results export DIR --csv FILE writes every one."
+            f" {left:,} of {len(chapter.cells):,} cells are not listed here, but they are in all other "
+            "figures and tables; mrb results export DIR --csv FILE writes all of them."
         )
-    choice = "What it costs to use one implementation everywhere, against the best of each case. It lacks a "
-    choice += "case where it has no time, or drops pairs."
+    choice = "The cost of using one implementation everywhere, compared with the best of each case. An "
+    choice += "implementation lacks a case if it has no time there or drops pairs."
     sections = [
         _drawn(
             "Winners over tokens, sizes and skew",
@@ -189,6 +191,11 @@ def _sections(chapter: Chapter, hovers: Hovers, details: list[list[str]], room: 
             text=(MEANING,),
         ),
         _drawn("One choice everywhere", [], [regret_table(group) for group in groups], (choice,)),
+        _drawn(
+            "Tuned settings",
+            [picture for group in groups for picture in (gains(group), *map(knob_map, tuned(group)))],
+            [top_ten(cells) for group in groups for cells in tuned(group)],
+        ),
         _drawn("Time and memory", [draw.memory(group) for group in groups]),
         _drawn("Layouts", [draw.layouts(group) for group in groups]),
         _drawn("Stages", [draw.stages(group) for group in groups]),
@@ -258,7 +265,7 @@ def _ranked(cell: Cell, details: list[list[str]]) -> Ranked:
 
 
 def _details(record: Record) -> list[str]:
-    """What a row shows when it is opened, line by line; the last is its command."""
+    """Returns the lines of an opened row; the last one is its command."""
     timing, comparison = record.timing, record.comparison
     assert timing is not None
     quantiles = " ".join(
@@ -284,7 +291,7 @@ def _trained(study: Study) -> Section:
         drawn = training_figures.pictures(reached, study.trainings, study.lines)
     except (KeyError, TypeError, ValueError, IndexError):
         drawn = training_figures.pictures(reached, study.trainings, {})
-        notes.append("The lines of its runs do not fit together, so the load of experts is not drawn.")
+        notes.append("The files of its runs do not match, so the load of experts is not drawn.")
     return Section(
         title=f"Study {reached.study}",
         text=(*notes, *sentences(reached)),
@@ -323,8 +330,8 @@ def _notes(material: Material) -> tuple[str, ...]:
 
 
 def plain(value: Any) -> Any:
-    """Text as a page may show it: letters that cannot be seen or that turn the direction of text become their
-    number, and what is too long is cut. Markup made here and anything that is no text stays."""
+    """Makes text safe for a page: letters that are invisible or change the direction of text become their
+    number, and long text is cut. Our own markup and values that are not text stay unchanged."""
     if not isinstance(value, str) or hasattr(value, "__html__"):
         return value
     more = len(value) - MAX_LETTERS
@@ -333,7 +340,7 @@ def plain(value: Any) -> Any:
 
 
 def render(page: Page, template: str = "page.html") -> str:
-    """The page as HTML. NotImplementedError with the line to install what is missing."""
+    """Returns the page as HTML. A NotImplementedError says what to install."""
     templates = _environment()
     from markupsafe import Markup  # jinja2 brings it
 
@@ -351,7 +358,7 @@ def render(page: Page, template: str = "page.html") -> str:
 
 
 def _slugs() -> Any:
-    """Ids for headings, the same for the same words."""
+    """Makes ids for headings; the same words get the same id."""
     known: dict[tuple[str, ...], str] = {}
     return lambda *words: known.setdefault(words, f"s{len(known)}")
 

@@ -32,7 +32,7 @@ def draw_plan(model: str, question: Question, reply: ParallelPlan, path: Path) -
             ha="center", fontsize=8, color=RED if taken else GREY, weight="bold" if taken else "normal",
         )  # fmt: skip
     above.set_ylim(0, 1.3 * max(under))
-    above.set_ylabel("ms of one layer, forward")
+    above.set_ylabel("ms per layer, forward")
     above.legend(frameon=False, ncols=len(PARTS), loc="upper left")
     above.set_title(
         f"{model} on {question.gpus:,} GPUs, {question.tokens:,} tokens each, {question.workload} routing\n"
@@ -50,7 +50,7 @@ def draw_plan(model: str, question: Question, reply: ParallelPlan, path: Path) -
     below.set_yscale("log")
     below.yaxis.set_major_formatter(ScalarFormatter())
     below.yaxis.set_minor_formatter(NullFormatter())
-    below.set_ylabel("GB a rank")
+    below.set_ylabel("GB per rank")
     below.set_xticks(places, [f"{one.degree:,}" for one in best_of])
     below.set_xlabel("degree of expert parallelism: ranks that share the experts")
     for axes in (above, below):

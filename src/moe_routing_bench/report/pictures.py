@@ -10,7 +10,7 @@ from moe_routing_bench.studies.power import PowerStudy
 
 
 def check_picture_path(path: Path) -> None:
-    """Called before measuring, so that no run is lost because its picture cannot be written."""
+    """Checks the path before measuring, so that no run is lost because its picture cannot be written."""
     if path.suffix not in FORMATS:
         raise ValueError(f"{path} should end in {', '.join(FORMATS)}, because it will be a picture")
     if not path.parent.is_dir():
@@ -18,7 +18,8 @@ def check_picture_path(path: Path) -> None:
 
 
 def draw_power(study: PowerStudy, path: Path) -> None:
-    """Share of slow-downs found against their size, and how often the same code was called different."""
+    """Draws the share of slow-downs that were found by size, and how often the same code was called
+    different."""
     from matplotlib.lines import Line2D
 
     made = figure(10, 6)
@@ -54,8 +55,8 @@ def draw_power(study: PowerStudy, path: Path) -> None:
             (0, high), xytext=(-0.2, min(max(45, high + 8), 78)), color=RED, fontsize=10,
             arrowprops={"arrowstyle": "-", "color": RED, "linewidth": 0.6, "relpos": (0.12, 0)},
         )  # fmt: skip
-    axes.axhline(1, color=RED, linewidth=1, linestyle=":", label="1 %: most false calls allowed")
-    axes.axhline(95, color=GREY, linewidth=1, linestyle="--", label="95 %: wanted at a slow-down of 5 %")
+    axes.axhline(1, color=RED, linewidth=1, linestyle=":", label="1 %: limit for false calls")
+    axes.axhline(95, color=GREY, linewidth=1, linestyle="--", label="95 %: goal for a slow-down of 5 %")
     axes.set_xlim(-0.35, max(row.percent for row in study.rows) + 1.1)
     axes.set_ylim(-7, 104)
     axes.set_xticks([row.percent for row in study.rows])

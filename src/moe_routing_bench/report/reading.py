@@ -1,8 +1,8 @@
-"""Results folders as a report reads them: chapters of cells that may be compared, and training studies.
+"""Reads results folders for a report: chapters of cells that can be compared, and training studies.
 
 A chapter is one machine with one torch, one Python, one device, one number of threads, one cache policy and
-one timer: nothing is ranked, averaged or drawn across chapters. All records of the newest run of every cell
-are held, about 20 kB each; 10^5 are read in half a minute.
+one timer. Nothing is ranked, averaged or drawn across chapters. All records of the newest run of every cell
+are kept in memory, about 20 kB each; reading 10^5 takes half a minute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moe_routing_bench.core.names import by_numbers, short_label
 from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.report.finding import ResultsFolder
 from moe_routing_bench.results.folder import CellRun, Run, environments, read_run
-from moe_routing_bench.results.read import CONTENDERS, LeftOut, RecordCount, is_plain_file
+from moe_routing_bench.results.read import OWN_ROLES, LeftOut, RecordCount, is_plain_file
 from moe_routing_bench.results.record import DEFAULT_ROUTER, Record
 from moe_routing_bench.results.trainings import Training, read_trainings
 from moe_routing_bench.results.winners import Contest, Contested, contested, contests
@@ -37,8 +37,8 @@ SIZES = {(model.D, model.F, model.E, model.K): model.name for model in reversed(
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What was timed together. names: of its records that are contenders, by record_id, short and unique
-    enough to be the same in every cell of a group. contest is None if nothing could be compared; why says it.
+    """Records that were timed together. names: short names of the implementations by record_id; they are the
+    same in every cell of a group. contest is None if nothing could be compared; why has the reason.
     """
 
     source: ResultsFolder
@@ -50,7 +50,7 @@ class Cell:
 
     @cached_property
     def records(self) -> list[Record]:
-        """Contenders: those that passed first, by their ratio to the baseline."""
+        """The implementations: passed ones first, sorted by their ratio to the baseline."""
         mine = [record for record in self.cell.records if record.record_id in self.names]
         return sorted(mine, key=lambda one: (one.timing is None, ratio_of(one), self.names[one.record_id]))
 
@@ -68,7 +68,7 @@ class Cell:
 
     @property
     def anchor(self) -> str:
-        """Its id in a page: that of its first record, which has letters, digits and dashes only."""
+        """The id in a page: the id of its first record, which has only letters, digits and dashes."""
         return f"c{self.first.record_id}"
 
     @property
@@ -82,18 +82,18 @@ class Cell:
 
     @property
     def skew(self) -> float:
-        """The load of the busiest expert over the mean; 0 if that is not known."""
+        """The load of the busiest expert divided by the mean; 0 if it is not known."""
         routing = self.first.routing
         return routing.max_over_mean if routing is not None else 0.0
 
     @property
     def model(self) -> str:
-        """qwen3-30b-a3b, if the case or its sizes say so; else empty."""
+        """The model's name, such as qwen3-30b-a3b, if the case or its sizes tell it; else empty."""
         return self.first.model or SIZES.get(self.sizes, "")
 
     @property
     def winner_ms(self) -> str:
-        """The median of the fastest, in milliseconds."""
+        """The median time of the fastest in milliseconds."""
         assert self.contest is not None
         times = (one.timing for one in self.passed if self.names[one.record_id] == self.contest.winner)
         return next(milliseconds(timing.median) for timing in times if timing is not None)
@@ -109,9 +109,10 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Cells of a chapter in which contenders have the same names: Group(span="layer", direction="forward",
-    dtype="bfloat16", store="", shared=("compact", "softmax_topk", ""), cells=...). store: the format of the
-    weights. shared: layout, router and kind of layer, or None for what the contenders of a cell differ in."""
+    """Cells of a chapter in which implementations have the same names: Group(span="layer",
+    direction="forward", dtype="bfloat16", store="", shared=("compact", "softmax_topk", ""), cells=...).
+    store: the format of the weights. shared: layout, router and kind of layer; None for those that differ
+    within a cell."""
 
     span: str
     direction: str
@@ -134,12 +135,13 @@ class Group:
 
     @property
     def decides(self) -> bool:
-        """Another router or kind of layer is another function: the faster one is no winner."""
+        """Can it have a winner? Another router or kind of layer is another function, so a faster one does not
+        win."""
         return self.shared[1] is not None and self.shared[2] is not None
 
     @cached_property
-    def contenders(self) -> list[str]:
-        """By how often each won."""
+    def implementations(self) -> list[str]:
+        """The implementations, sorted by the number of wins."""
         won: dict[str, int] = {}
         for cell in self.cells:
             for name in cell.names.values():
@@ -151,7 +153,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Chapter:
-    """setting: what all of its records share, by name. machine: the document of its environment."""
+    """A chapter. setting: values that all of its records share. machine: the document of its environment."""
 
     setting: dict[str, str]
     machine: dict[str, Any]
@@ -171,8 +173,8 @@ class Chapter:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A folder of training runs: what quality cost, or why that cannot be said yet. lines: of every run, by
-    rule, if the folder has them."""
+    """A folder of training runs: quality and cost, or the reason why they are not known yet. lines: the lines
+    of every run by router, if the folder has them."""
 
     source: ResultsFolder
     trainings: tuple[Training, ...]
@@ -183,7 +185,7 @@ class Study:
 
 @dataclass(frozen=True, kw_only=True)
 class Material:
-    """All that a report is made of. older: cells that a newer run of the same question replaces."""
+    """Everything that a report shows. older: the number of cells that a newer run replaces."""
 
     sources: tuple[ResultsFolder, ...]
     chapters: tuple[Chapter, ...]
@@ -194,7 +196,7 @@ class Material:
 
 
 def ratio_of(record: Record) -> float:
-    """To the baseline of its cell; the baseline's own is 1."""
+    """Returns the ratio to the baseline of the cell; it is 1 for the baseline."""
     return record.comparison.ratio if record.comparison is not None else 1.0
 
 
@@ -203,9 +205,9 @@ def milliseconds(seconds: float) -> str:
 
 
 def read(sources: Sequence[ResultsFolder]) -> Material:
-    """Everything in these folders."""
+    """Reads everything in these folders."""
     looking = gc.isenabled()
-    gc.disable()  # all of it stays: looking for garbage in 10^5 records takes a quarter of the time
+    gc.disable()  # nothing is freed here, and collecting garbage would take a quarter of the time
     try:
         return _read(sources)
     finally:
@@ -225,7 +227,7 @@ def _read(sources: Sequence[ResultsFolder]) -> Material:
         run = read_run(source.folder, left_out)
         documents = {key: (document, machine) for key, document, machine in environments(source.folder)}
         for cell in run.cells:
-            if not (mine := _contenders(cell)):
+            if not (mine := _implementations(cell)):
                 continue
             records += RecordCount.of(Counter(record.implementation.role for record in cell.records))
             setting = tuple(_setting(run, mine[0]).items())
@@ -259,8 +261,8 @@ def _read(sources: Sequence[ResultsFolder]) -> Material:
     )
 
 
-def _contenders(cell: CellRun) -> list[Record]:
-    return [record for record in cell.records if record.implementation.role in CONTENDERS]
+def _implementations(cell: CellRun) -> list[Record]:
+    return [record for record in cell.records if record.implementation.role in OWN_ROLES]
 
 
 def _setting(run: Run, record: Record) -> dict[str, str]:
@@ -275,8 +277,8 @@ def _setting(run: Run, record: Record) -> dict[str, str]:
 
 
 def _question(cell: CellRun, mine: Sequence[Record]) -> tuple[object, ...]:
-    """Two cells with the same one are two answers to it, and the newer counts. Other contenders make another
-    question, because they were not timed together."""
+    """Returns the question of a cell. If two cells have the same question, the newer counts. Other
+    implementations make another question, because they were not timed together."""
     first = mine[0]
     return (
         *(getattr(first.experiment, name) for name in names_of(Experiment, None, "row", "agree")),
@@ -290,7 +292,7 @@ def _age(cell: CellRun) -> tuple[object, str]:
 
 
 def _commit(document: dict[str, Any]) -> list[str]:
-    """3f80af225a, or 3f80af225a (changed): the source the records were measured with."""
+    """Returns the commit of the measured source: 3f80af225a, or 3f80af225a (changed)."""
     source = document.get("source")
     if not isinstance(source, dict) or not isinstance(commit := source.get("commit"), str):
         return []
@@ -300,20 +302,20 @@ def _commit(document: dict[str, Any]) -> list[str]:
 def _groups(given: Iterable[tuple[ResultsFolder, Run, CellRun]]) -> tuple[Group, ...]:
     by_group: dict[tuple[str, str, str, str, Shared], list[tuple[ResultsFolder, Run, CellRun]]] = {}
     for one in given:
-        mine = _contenders(one[2])
+        mine = _implementations(one[2])
         first = mine[0].experiment
         key = (first.span, first.direction, first.dtype, first.store, _shared(mine))
         by_group.setdefault(key, []).append(one)
     named = [(key, _names([cell for *_, cell in cells], key[-1]), cells) for key, cells in by_group.items()]
     fields: list[Contested] = []
-    places: list[int | str] = []  # for each cell: its place in fields, or why not
+    places: list[int | str] = []  # for each cell: its place in fields, or the reason why it has none
     for _, names, cells in named:
         for _, run, cell in cells:
             try:
-                passed = [r for r in _contenders(cell) if r.correctness.status is Status.PASSED]
+                passed = [r for r in _implementations(cell) if r.correctness.status is Status.PASSED]
                 if not passed:
                     raise ValueError("nothing passed")
-                # what drops pairs does less work: it does not compete with what computes all of them
+                # an implementation that drops pairs does less work, so it does not compete with the others
                 whole = [r for r in passed if not (r.routing and r.routing.dropped_pairs)]
                 by_name = {names[r.record_id]: r for r in reversed(whole or passed)}
                 fields.append(contested(run, cell, by_name))
@@ -326,7 +328,7 @@ def _groups(given: Iterable[tuple[ResultsFolder, Run, CellRun]]) -> tuple[Group,
         made = []
         for source, run, cell in cells:
             place = next(at)
-            own = {record.record_id: names[record.record_id] for record in _contenders(cell)}
+            own = {record.record_id: names[record.record_id] for record in _implementations(cell)}
             made.append(
                 Cell(
                     source=source,
@@ -351,9 +353,9 @@ def _shared(records: Sequence[Record]) -> Shared:
 
 
 def _names(cells: Sequence[CellRun], shared: Shared) -> dict[str, str]:
-    """By record_id: the label, and those of layout, router and layer that contenders differ in."""
+    """Returns the label by record_id, with the layout, router and layer if they differ."""
     names = {}
-    for record in (record for cell in cells for record in _contenders(cell)):
+    for record in (record for cell in cells for record in _implementations(cell)):
         layout, router, layer = record.implementation.setting
         name = short_label(record.implementation.label)
         name += f" @ {short_layout(layout)}" if shared[0] is None else ""
@@ -363,7 +365,7 @@ def _names(cells: Sequence[CellRun], shared: Shared) -> dict[str, str]:
 
 
 def short_layout(name: str) -> str:
-    """padded(1.25) for padded(capacity_factor=1.25,drop=position)"""
+    """Shortens padded(capacity_factor=1.25,drop=position) to padded(1.25)."""
     return name.replace("capacity_factor=", "").replace(",drop=position", "")
 
 
@@ -372,7 +374,7 @@ def _study(source: ResultsFolder, left_out: LeftOut) -> Study:
         trainings = [one for one in read_trainings(source.folder, left_out) if not one.study.endswith(TUNING)]
     except ValueError:
         trainings = []
-    reached, why, lines = None, "it is no study, only single runs", Lines()
+    reached, why, lines = None, "it is not a study, only single runs", Lines()
     if is_plain_file(source.folder / STUDY):
         try:
             reached = pareto(source.folder)
@@ -380,14 +382,14 @@ def _study(source: ResultsFolder, left_out: LeftOut) -> Study:
         except ValueError as error:
             why = str(error)
         except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError):
-            why = "its files do not fit together; mrb train makes them anew"
+            why = "its files do not match; mrb train makes them again"
     return Study(
         source=source, trainings=tuple(trainings), pareto=reached, why="" if reached else why, lines=lines
     )
 
 
 def study_lines(folder: Path, trainings: Sequence[Training]) -> Lines:
-    """The lines of every run by rule, where a folder has them: the load of each layer after so many steps."""
+    """Reads the lines of every run by router, if a folder has them: the load of each layer over the steps."""
     lines: Lines = {}
     for training, events in curves(folder, trainings):
         if events:

@@ -1,4 +1,4 @@
-"""Text about results: two runs side by side, a metric over commits, training runs and their progress."""
+"""Text about results: a comparison of two runs, a metric over commits, training runs and their progress."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ MAX_SERIES = 40
 def show_comparison(runs: RunComparison) -> None:
     if runs.changes:
         show(changes_table(runs.changes), "")
-    show_turned("PASSED in A and not in B", runs.broken)
-    show_turned("PASSED in B and not in A", runs.fixed)
+    show_turned("Passed in A but not in B", runs.broken)
+    show_turned("Passed in B but not in A", runs.fixed)
     show_rest(runs)
     show(comparison_summary(runs))
 
@@ -39,7 +39,7 @@ def changes_table(changes: tuple[Change, ...]) -> Any:
     rows = [
         (
             change.where,
-            change.contender,
+            change.title,
             f"{change.ratio:.3f}",
             "-" if change.interval is None else f"{change.interval[0]:.3f} to {change.interval[1]:.3f}",
             Text(change.verdict, COLOURS[change.verdict]),
@@ -63,16 +63,16 @@ def show_turned(title: str, turned: tuple[Turned, ...]) -> None:
         show(Text.assemble("  ", (one.status, "red"), printable(f" {one.name}: {one.reason}")))
         show(Text(printable(f"    {one.repro}"), "dim"))
     if len(turned) > MAX_NAMES:
-        show(f"  and {len(turned) - MAX_NAMES:,} more; all of them: --json")
+        show(f"  and {len(turned) - MAX_NAMES:,} more; --json shows all")
     show("")
 
 
 def show_rest(runs: RunComparison) -> None:
     apart = [f"{one.name}: {'; '.join(one.differences)}" for one in runs.apart]
-    undecided = [f"{one.where}: {one.contender}: {one.reason}" for one in runs.changes if one.verdict in OPEN]
+    undecided = [f"{one.where}: {one.title}: {one.reason}" for one in runs.changes if one.verdict in OPEN]
     for title, names in (
         ("Undecided", undecided),
-        ("Measured unlike, so without a ratio", apart),
+        ("Measured in different ways, so there is no ratio", apart),
         ("Only in A", runs.only_a),
         ("Only in B", runs.only_b),
         ("Not compared, because samples cannot be read", runs.unreadable),
@@ -84,7 +84,7 @@ def show_rest(runs: RunComparison) -> None:
         for name in names[:MAX_NAMES]:
             show(Text(printable(f"  {name}")))
         if len(names) > MAX_NAMES:
-            show(f"  and {len(names) - MAX_NAMES:,} more; all of them: --json")
+            show(f"  and {len(names) - MAX_NAMES:,} more; --json shows all")
         show("")
 
 
@@ -98,13 +98,14 @@ def comparison_summary(runs: RunComparison) -> Text:
     lines.append("The two runs were not interleaved, so samples of A and B are not paired.")
     if raw:
         lines.append(
-            f"{raw} by times alone, which also show what changed on the machine: unchanged code there is "
+            f"Compared by times alone: {raw}. Times also change with the machine, so there unchanged code is "
             "never called FASTER or SLOWER."
         )
     moved = sum(change.same_code and change.verdict in ("FASTER", "SLOWER") for change in runs.changes)
     if moved:
         lines.append(
-            f"{moved} of the FASTER and SLOWER have the same source in both runs: look at what they call."
+            f"{moved} of the FASTER and SLOWER have the same source in both runs, so called code may be the "
+            "cause."
         )
     drift = [
         math.log(change.ratio) for change in runs.changes if change.same_code and change.method == "times"
@@ -125,14 +126,14 @@ def show_history(past: History) -> None:
         show("Steps:", table_of(steps.head, steps.rows[:MAX_SERIES], words=steps.head[:2]), "")
     show(table_of(series.head, series.rows[:MAX_SERIES], words=series.head[:3]))
     if len(past.series) > MAX_SERIES:
-        show(f"and {len(past.series) - MAX_SERIES:,} more series; all of them: --json")
+        show(f"and {len(past.series) - MAX_SERIES:,} more series; --json shows all")
     single = sum(len(one.points) < 2 for one in past.series)
     lines = [
         f"Series: {len(past.series):,}, steps: {len(past.steps):,}. {METRICS[past.metric].capitalize()}."
     ]
-    lines += [f"{single:,} series have one commit only."] if single else []
+    lines += [f"{single:,} series have only one commit."] if single else []
     lines += (
-        [f"{past.without:,} records name no commit: their version and code stand for it."]
+        [f"{past.without:,} records name no commit, so their version and code are used instead."]
         if past.without
         else []
     )

@@ -1,5 +1,5 @@
-"""The tables of a report: rows of text, made from chapters, cells and studies. Nothing is computed anew here:
-ratios, intervals and verdicts are those of the records, ties and regrets those of results/winners.py.
+"""The tables of a report: rows of text from chapters, cells and studies. Nothing is computed here: ratios,
+intervals and verdicts come from the records, ties and regrets from results/winners.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def interval_of(record: Record) -> str:
 
 
 def ranking(cell: Cell) -> Table:
-    """The contenders of a cell that have a time, fastest first."""
+    """Makes the table of the timed implementations of a cell, the fastest first."""
     columns: dict[str, list[str]] = {
         "implementation": [],
         **{name: [] for name in ("ms", "ratio", "99 % interval", "verdict")},
@@ -65,7 +65,7 @@ def ranking(cell: Cell) -> Table:
 
 
 def regret_table(group: Group) -> Table | None:
-    """One choice for all cells of a group, best first."""
+    """Makes the table of the cost of one choice for all cells of a group, the best first."""
     contests = {
         f"{cell.title} T={cell.first.experiment.T} {place}": cell.contest
         for place, cell in enumerate(group.cells)
@@ -104,7 +104,7 @@ def _percent(loss: float) -> str:
 
 
 def machine_table(chapter: Chapter) -> Table:
-    """What the environment says of the machine, and the roofs that its records were held against."""
+    """Makes the table of the machine and of the roofs that its records were checked against."""
     said = chapter.machine
     facts: list[tuple[str, str]] = [
         (name, value) for name, value in chapter.setting.items() if value != "none"
@@ -119,8 +119,8 @@ def machine_table(chapter: Chapter) -> Table:
 
 
 def _roofs(chapter: Chapter) -> list[tuple[str, str]]:
-    """What `mrb doctor` measured, if this is the machine; else the rates that the records were held against.
-    With hot caches those are of products alone."""
+    """Returns the roofs of `mrb doctor` if this is the machine, else the rates that the records were checked
+    against. With hot caches these are only the rates of products."""
     threads = int(chapter.setting["threads"])
     try:
         stored = stored_roofs(chapter.setting["machine"])
@@ -148,7 +148,8 @@ def _products(by_dtype: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def noise_table(chapter: Chapter) -> Table | None:
-    """What was said of the baselines' twins: the same code, so each FASTER or SLOWER is a false alarm."""
+    """Makes the table of verdicts on second copies of baselines. The code is the same, so FASTER and SLOWER
+    are false alarms."""
     counts: dict[str, int] = {}
     for cell in chapter.cells:
         for record in cell.cell.records:
@@ -159,7 +160,9 @@ def noise_table(chapter: Chapter) -> Table | None:
     order = ("SAME", *OPEN, "FASTER", "SLOWER")
     rows = tuple((name, f"{counts.get(name, 0):,}") for name in order)
     return Table(
-        head=("verdict on the twin", "cells"), rows=rows, note="FASTER and SLOWER here are false alarms."
+        head=("verdict on a copy of the baseline", "cells"),
+        rows=rows,
+        note="FASTER and SLOWER here are false alarms.",
     )
 
 
@@ -183,15 +186,15 @@ def study_table(reached: Pareto) -> Table:
             )
         )
     head = (
-        "rule", "held-out, nats per byte", f"from {reached.baseline}", "at equal seconds", "ms a step",
+        "rule", "held-out, nats per byte", f"from {reached.baseline}", "at equal seconds", "ms per step",
         "paired ratio", "its interval", "MiB", "max violation", "dominated by",
     )  # fmt: skip
     return Table(head=head, rows=tuple(rows))
 
 
 def study_answer(reached: Pareto) -> str:
-    """Study routers: relu has the lowest held-out loss, 1.775 ±0.041 nats per byte, clearly better than
-    softmax_topk (13 rules, 3 seeds)."""
+    """Returns a sentence such as "Study routers: relu has the lowest held-out loss, 1.775 ±0.041 nats per
+    byte, clearly better than softmax_topk (13 rules, 3 seeds)."."""
     best = next((one for one in reached.standings if not one.sees_future), None)
     if best is None:
         return f"Study {reached.study}: every rule sees later tokens, so none can write text."
@@ -218,14 +221,14 @@ def study_notes(study: Study) -> list[str]:
 
 
 def failures(cells: Sequence[Cell]) -> Table | None:
-    """Why something has no time, each reason once with the number of cells."""
+    """Makes the table of reasons why an implementation has no time, with the number of cells."""
     counts: dict[tuple[str, str, str], int] = {}
     first: dict[tuple[str, str, str], str] = {}
     for cell in cells:
         for record in cell.records:
             if record.timing is None:
                 why = record.correctness.reason
-                # the same sentence with other numbers is the same reason: the first stands for all
+                # the same sentence with other numbers is the same reason; the first one is shown
                 key = (cell.names[record.record_id], verdict_of(record), re.sub(r"\d[\d.,]*", "0", why))
                 first.setdefault(key, why)
                 counts[key] = counts.get(key, 0) + 1

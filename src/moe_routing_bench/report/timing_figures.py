@@ -1,6 +1,6 @@
 """Figures of timing records: time and memory, layouts, stages, bandwidth, roofline, routers, noise.
 
-Each function takes a chapter or a group and gives a picture, or None if there is nothing to show.
+Each function takes a chapter or a group and returns a picture, or None if there is nothing to show.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
+from moe_routing_bench.report.ceiling import ceilings
 from moe_routing_bench.report.drawing import (
     COLOURS,
     INK,
@@ -32,7 +33,7 @@ from moe_routing_bench.results.record import Record
 MAX_BARS = 24
 WHOLE = ("layer", "block", "expert_ffn")
 MAX_TABLE = 200
-SAME_MEMORY = 1.05  # peaks of the same code differ so much
+SAME_MEMORY = 1.05  # peaks of the same code differ by up to this factor
 STAGE_COLOURS = {
     "route": "#56B4E9", "plan": "#8878D8", "dispatch": "#E69F00", "grouped_gemm": "#0072B2",
     "expert_ffn": "#0072B2", "experts": "#0072B2", "combine": "#009E73", "write_back": "#009E73",
@@ -41,7 +42,7 @@ STAGE_COLOURS = {
 
 
 def numbers(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], words: int = 2) -> Table:
-    """The numbers of a figure, at most MAX_TABLE rows of them."""
+    """Makes the table of a figure's numbers with at most MAX_TABLE rows."""
     left = len(rows) - MAX_TABLE
     note = (
         f"{left:,} more rows are in the records; mrb results export DIR --csv FILE writes all."
@@ -52,13 +53,16 @@ def numbers(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], words: int =
 
 
 def memory(group: Group) -> Picture | None:
-    """Time against peak memory, each over the least of its cell: the median of every implementation, with the
-    range over cells. Of the parts of a layer, memory says little."""
+    """Draws time against peak memory, each divided by the smallest of its cell: the median of every
+    implementation with the range over cells. For parts of a layer memory says little, so they are not
+    drawn."""
     if not group.decides or group.span not in WHOLE:
         return None
     points: dict[str, list[tuple[float, float, float]]] = {}
     for cell in group.cells:
-        compared = cell.contest.ratios if cell.contest is not None else {}  # what drops pairs is not
+        compared = (
+            cell.contest.ratios if cell.contest is not None else {}
+        )  # an implementation that drops pairs is not in it
         known = [
             (one, one.peak_rss_bytes)
             for one in cell.passed
@@ -74,7 +78,7 @@ def memory(group: Group) -> Picture | None:
         return None
     middle = {name: [median(some) for some in zip(*of, strict=True)] for name, of in points.items()}
     ordered = sorted(middle, key=lambda name: middle[name])
-    colour = colours(group.contenders)
+    colour = colours(group.implementations)
     with style():
         made = figure(5.6, 3.6)
         axes = made.add_subplot()
@@ -85,8 +89,8 @@ def memory(group: Group) -> Picture | None:
             axes.plot(x, y, "o", color=colour[name], markersize=8)
         for place, axis in enumerate((axes.xaxis, axes.yaxis)):
             times_axis(axis, 0.95, max(1.3, *(point[place] for of in points.values() for point in of)))
-        axes.set_xlabel("time over the fastest in the case")
-        axes.set_ylabel("peak memory over the least")
+        axes.set_xlabel("time / fastest time of the case")
+        axes.set_ylabel("peak memory / smallest of the case")
         legend(made, patches({name: colour[name] for name in ordered}), 2)
     small = min(ordered, key=lambda name: (middle[name][1], middle[name][0]))
     finding = f"{ordered[0]} is the fastest, {small} needs the least memory"
@@ -97,17 +101,17 @@ def memory(group: Group) -> Picture | None:
          f"{middle[name][2]:,.0f}", f"{max(size for *_, size in points[name]):,.0f}")
         for name in ordered
     ]  # fmt: skip
-    head = ("implementation", "cases", "time over the fastest", "memory over the least", "MiB", "most MiB")
+    head = ("implementation", "cases", "time / fastest", "memory / smallest", "MiB", "max MiB")
     return Picture(
         name=file_name("memory", group.title), title=f"{group.title}: {finding}",
-        caption="Lower and further left is better. Points are medians over cases, lines the range. Memory is "
-        "the peak of the process that ran the implementation, weights included.",
+        caption="Lower and further left is better. Points are medians over cases, lines show the range. "
+        "Memory is the peak of the process that ran the implementation, with the weights.",
         figure=made, table=numbers(head, rows, 1),
     )  # fmt: skip
 
 
 def stages(group: Group) -> Picture | None:
-    """Stacked bars of the implementations whose stages were timed."""
+    """Draws stacked bars of the implementations whose stages were timed."""
     bars = [
         (cell, record, record.timing)
         for cell in group.cells
@@ -152,16 +156,22 @@ def stages(group: Group) -> Picture | None:
          *(f"{1e3 * timing.stages[name]:.4g}" if name in timing.stages else "" for name in names))
         for cell, record, timing in bars
     ]  # fmt: skip
+    limits = [
+        f" {cell.names[record.record_id]}, {cell.first.experiment.case}: {limit}."
+        for cell, record, timing in shown
+        for limit in ceilings(timing.stages)
+    ]
     more = f" {len(bars) - len(shown)} more are in the table." if len(bars) > len(shown) else ""
     return Picture(
         name=file_name("stages", group.title), title=f"{group.title}: {longest} takes {ends} % of the time",
-        caption=f"The upright line is the median of the whole call, the line across its middle half.{more}",
+        caption="The vertical line is the median of the whole call; the line across it is the middle half "
+        f"of the samples.{more}{''.join(limits)}",
         figure=made, table=numbers(("case", "implementation", "ms", *names), rows),
     )  # fmt: skip
 
 
 def bandwidth(group: Group) -> Picture | None:
-    """Bytes a second of packing by both conventions, against T x D; a panel for each, a marker for each K."""
+    """Draws bytes per second of packing against T x D: a panel for each convention, a marker for each K."""
     points = [
         (cell, record, record.work, record.timing)
         for cell in group.cells
@@ -172,7 +182,7 @@ def bandwidth(group: Group) -> Picture | None:
         return None
     from matplotlib.lines import Line2D
 
-    colour = colours(group.contenders)
+    colour = colours(group.implementations)
     choices = sorted({(cell.first.experiment.E, cell.first.experiment.K) for cell, *_ in points})
     most = max(max(work.bw_2pass or 0, work.bw_strict or 0) for _, _, work, _ in points)
     elements = sorted({cell.T * cell.first.experiment.D for cell, *_ in points})
@@ -209,7 +219,7 @@ def bandwidth(group: Group) -> Picture | None:
             axes.set_title(title)
             axes.set_ylim(0, 1.15 * most / 1e9)
         both[0].set_ylabel("GB/s")
-        handles = patches({name: colour[name] for name in group.contenders})
+        handles = patches({name: colour[name] for name in group.implementations})
         handles += [
             Line2D([], [], marker=marker[one], linestyle="", color=INK, label=f"E={one[0]:,} K={one[1]}")
             for one in choices[:12]
@@ -219,15 +229,16 @@ def bandwidth(group: Group) -> Picture | None:
     finding = f"{best} moves the most, {median(by_name[best]):.1f} GB/s at the median"
     return Picture(
         name=file_name("bandwidth", group.title), title=f"{group.title}: {finding}",
-        caption="bw_2pass: what dispatch and combine read and write by the usual count, T x K rows in each "
-        "pass. bw_strict: each byte that must move, counted once. Lines: the middle half of the rounds.",
+        caption="bw_2pass: bytes that dispatch and combine read and write in the usual count, T x K rows in "
+        "each pass. bw_strict: each byte that must move, counted once. Lines show the middle half of the "
+        "rounds.",
         figure=made, table=numbers(("case", "implementation", "bw_2pass, GB/s", "bw_strict, GB/s"), rows),
     )  # fmt: skip
 
 
 def roofline(chapter: Chapter) -> Picture | None:
-    """Useful operations a second against operations per byte, and what was executed, under the roofs that the
-    records were compared with."""
+    """Draws useful and executed operations per second against operations per byte, under the roofs of the
+    records."""
     points = [
         (group, cell, record, record.work, record.timing)
         for group in chapter.groups
@@ -246,7 +257,7 @@ def roofline(chapter: Chapter) -> Picture | None:
     colour = {kind: COLOURS[place % len(COLOURS)] for place, kind in enumerate(kinds)}
     many = len(points) > MAX_MARKS
     rows, best = [], dict[str, float]()
-    spots: list[tuple[float, float, float, str, bool]] = []  # the last: as fast as the baseline
+    spots: list[tuple[float, float, float, str, bool]] = []  # the last one: is it as fast as the baseline?
     roofs: set[tuple[float, float]] = set()
     for group, cell, record, work, timing in points:
         x = work.useful_flops / (work.weight_bytes + work.activation_bytes)
@@ -283,13 +294,13 @@ def roofline(chapter: Chapter) -> Picture | None:
             axes.scatter(x_of, y_of, marker="_", s=60, c=INK, linewidths=1.4, rasterized=many)
         logarithmic(axes.xaxis)
         logarithmic(axes.yaxis)
-        axes.set_xlabel("useful operations for each byte that must move")
+        axes.set_xlabel("useful operations per byte that must move")
         axes.set_ylabel("GFLOP/s")
         handles = [
             Line2D([], [], marker="o", linestyle="", color=value, label=label(", ".join(kind)))
             for kind, value in colour.items()
         ]
-        hollow = Line2D([], [], marker="o", linestyle="", mfc="none", mec=INK, label="executed, padding too")
+        hollow = Line2D([], [], marker="o", linestyle="", mfc="none", mec=INK, label="executed, with padding")
         dash = Line2D([], [], marker="_", linestyle="", color=INK, label="roof of a record")
         legend(made, [*handles, *[hollow] * bool(padded), *[dash] * bool(roofs)])
     finding = f"The most useful work is {max(spot[1] for spot in spots):,.0f} GFLOP/s; no roof is recorded"
@@ -301,16 +312,16 @@ def roofline(chapter: Chapter) -> Picture | None:
         )
     return Picture(
         name=file_name("roofline", _place(chapter)), title=finding,
-        caption="Filled: useful operations (pairs of token and expert); hollow: executed ones, with padding. "
-        "The dash above a point is its roof: the most this machine could do for that record, by the highest "
-        "rates ever seen on it. Pale: slower than the baseline of its case.",
+        caption="Filled: useful operations (pairs of token and expert). Hollow: executed operations, with "
+        "padding. The dash above a point is its roof: the most that this machine could do for that record, "
+        "at the highest rates seen on it. Pale: slower than the baseline of its case.",
         figure=made,
-        table=numbers(("case", "implementation", "operations a byte", "GFLOP/s", "of roof"), rows),
+        table=numbers(("case", "implementation", "operations per byte", "GFLOP/s", "of roof"), rows),
     )  # fmt: skip
 
 
 def layouts(group: Group) -> Picture | None:
-    """Waste, drops and time against the load of the busiest expert, if a cell compares layouts."""
+    """Draws padding, drops and time against the load of the busiest expert, if a cell compares layouts."""
     if group.shared[0] is not None:
         return None
     found: dict[str, list[tuple[Cell, Record, tuple[float, float, float]]]] = {}
@@ -325,8 +336,8 @@ def layouts(group: Group) -> Picture | None:
         return None
     from matplotlib.lines import Line2D
 
-    colour = colours(group.contenders)
-    titles = ("Rows that are padding, %", "Pairs dropped, %", "Time over the baseline's")
+    colour = colours(group.implementations)
+    titles = ("Rows that are padding, %", "Pairs dropped, %", "Time / baseline's time")
     with style():
         made = figure(9.5, 4.0)
         panels = made.subplots(1, 3)
@@ -339,11 +350,11 @@ def layouts(group: Group) -> Picture | None:
             panels[2].vlines(x, *zip(*ends, strict=True), colors=one, linewidth=1, rasterized=many)
         for axes, title in zip(panels, titles, strict=True):
             axes.set_title(title)
-            axes.set_xlabel("busiest expert over the mean")
+            axes.set_xlabel("busiest expert / mean load")
             axes.set_ylim(bottom=0)
         handles = [
             Line2D([], [], marker="o", linestyle="", color=colour[name], label=label(name, 60))
-            for name in group.contenders
+            for name in group.implementations
             if name in found
         ]
         legend(made, handles, 2)
@@ -359,23 +370,24 @@ def layouts(group: Group) -> Picture | None:
         for name, points in found.items()
         for cell, _, values in points
     ]
-    head = ("case", "implementation", "busiest over mean", "padding, %", "dropped, %", "time over baseline's")
+    head = ("case", "implementation", "busiest / mean", "padding, %", "dropped, %", "time / baseline's")
     return Picture(
         name=file_name("layouts", group.title), title=f"{group.title}: {finding}",
-        caption="Each point is a layout in one case, with the 99 % interval of its time; to the right, "
-        "routing is less even. A shorter time with drops is less work done, not a better layout.",
+        caption="Each point is a layout in one case, with the 99 % interval of its time. Further right the "
+        "routing is less even. A layout that drops pairs does less work, so its shorter time does not make "
+        "it better.",
         figure=made, table=numbers(head, rows),
     )  # fmt: skip
 
 
 def dropped_percent(record: Record) -> float:
-    """Of the pairs of token and choice, those that no expert computed."""
+    """Returns the share of pairs of token and choice that no expert computed, in percent."""
     dropped = record.routing.dropped_pairs if record.routing is not None else None
     return 100 * (dropped or 0) / max(1, record.experiment.T * record.experiment.K)
 
 
 def routers(group: Group) -> Picture | None:
-    """What each router costs beside how even its load is, if a cell compares routers."""
+    """Draws the cost of each router and how even its load is, if a cell compares routers."""
     if group.shared[1] is not None:
         return None
     cells = [cell for cell in group.cells if len(cell.passed) > 1][:4]
@@ -405,7 +417,7 @@ def routers(group: Group) -> Picture | None:
                 )  # fmt: skip
             left.set_yticks(places, [label(cell.names[one.record_id], 40) for one in shown], fontsize=8.5)
             right.set_yticks(places, [])
-            left.set_xlabel("time over the baseline's (grey), 99 % interval")
+            left.set_xlabel("time / baseline's time (grey), 99 % interval")
             right.set_xlabel("cv of the load: 0 is even, lower is better")
             left.set_title(label(cell.title, 60))
             for axes in (left, right):
@@ -415,19 +427,19 @@ def routers(group: Group) -> Picture | None:
     first = cells[0]
     fast, slow = (first.names[first.passed[place].record_id] for place in (0, -1))
     times = ratio_of(first.passed[-1]) / ratio_of(first.passed[0])
-    head = ("case", "implementation", "time over baseline's", "99 % interval", "cv", "dropped, %")
+    head = ("case", "implementation", "time / baseline's", "99 % interval", "cv", "dropped, %")
     return Picture(
         name=file_name("routers", group.title),
         title=f"{group.title}: {slow} takes {times:.1f}x the time of {fast}",
-        caption="Left: time, paired with the baseline's round by round. Right: how uneven the experts' load "
-        "is, and what a layout dropped. Rules that follow the scores are as uneven as the workload makes "
-        "them; `mrb train` shows how even a trained router is.",
+        caption="Left: time, paired with the baseline by round. Right: how uneven the load of the experts "
+        "is, and what a layout dropped. Routers that follow the scores are as uneven as the workload; `mrb "
+        "train` shows how even a trained router is.",
         figure=made, table=numbers(head, rows),
     )  # fmt: skip
 
 
 def noise(chapter: Chapter) -> Picture | None:
-    """How far the baseline was from its own twin in every cell."""
+    """Draws by how much two copies of the baseline differed in every cell."""
     floors = sorted(100 * cell.cell.aa_floor for cell in chapter.cells if len(cell.cell.records) > 1)
     if len(floors) < 3:
         return None
@@ -438,15 +450,17 @@ def noise(chapter: Chapter) -> Picture | None:
         axes = made.add_subplot()
         axes.step(floors, share, where="post", color=COLOURS[0])
         axes.axvline(2, color=INK, linewidth=1, linestyle="--")
-        axes.annotate("2 %: the least that counts", (2, 8), xytext=(5, 0), textcoords="offset points")
+        axes.annotate(
+            "2 %: smaller differences do not count", (2, 8), xytext=(5, 0), textcoords="offset points"
+        )
         axes.set_xlabel("difference between the baseline and a second copy of it, %")
         axes.set_ylabel("% of cases")
         axes.set_ylim(0, 102)
         most = max(3.0, 1.1 * worst)
         axes.set_xlim(0, most)
-    caption = "The same code timed twice in the same rounds. A smaller difference than this is UNDECIDED."
+    caption = "The same code was timed twice in the same rounds. A smaller difference than this is UNDECIDED."
     if beyond := sum(floor > most for floor in floors):
-        caption += f" {beyond:,} cases are further out, up to {floors[-1]:.0f} %."
+        caption += f" Cases that differ by more: {beyond:,}, up to {floors[-1]:.0f} %."
     ends = [
         (f"{part} %", f"{floors[math.ceil(part / 100 * len(floors)) - 1]:.2f} %")
         for part in (50, 75, 95, 100)

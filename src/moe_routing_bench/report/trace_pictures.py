@@ -1,4 +1,4 @@
-"""A trace as one picture: load, evenness, pairs of experts, experts kept from token to token."""
+"""Draws a trace as one picture: load, evenness, pairs of experts, experts kept from token to token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_routing_bench.report.drawing import BLUE, GREY, RED, figure
 from moe_routing_bench.workloads.trace import Trace
 from moe_routing_bench.workloads.trace_summary import LayerSummary, lift_EE
 
-# above this, ordering the experts by similarity takes too long
+# with more experts, sorting them by similarity takes too long
 MAX_ORDERED = 512
 TICKS = 24
 
@@ -20,7 +20,7 @@ TICKS = 24
 def draw_trace(
     trace: Trace, summaries: list[LayerSummary], path: Path, *, title: str, layer: int | None = None
 ) -> None:
-    """`layer`: the layer whose pairs of experts are drawn; None: the middle one."""
+    """Draws a trace. layer: the layer whose pairs of experts are drawn; None: the middle one."""
     shown = summaries[len(summaries) // 2].layer if layer is None else layer
     lift = lift_EE((trace if shown is None else trace.part(layer=shown)).routing).numpy()
     made = figure(13, 10)
@@ -47,7 +47,7 @@ def _load(figure: Any, axes: Any, summaries: list[LayerSummary]) -> None:
     _layer_ticks(axes, summaries, axis="y")
     axes.set_xlabel("expert")
     axes.set_ylabel("layer")
-    axes.set_title("Load: 1 is the mean, x an expert nobody chose", loc="left", fontsize=11)
+    axes.set_title("Load: 1 is the mean, x is an expert that no token chose", loc="left", fontsize=11)
 
 
 def _evenness(axes: Any, summaries: list[LayerSummary]) -> None:
@@ -76,7 +76,7 @@ def _evenness(axes: Any, summaries: list[LayerSummary]) -> None:
     for each in (axes, right):
         each.spines["top"].set_visible(False)
     axes.set_xlabel("layer")
-    axes.set_title("Evenness: bars 100 % and line 1 if all are used alike", loc="left", fontsize=11)
+    axes.set_title("Evenness: bars at 100 % and line at 1 mean equal use", loc="left", fontsize=11)
 
 
 def _pairs(figure: Any, axes: Any, lift: Any, layer: int | None, K: int) -> None:
@@ -101,11 +101,11 @@ def _pairs(figure: Any, axes: Any, lift: Any, layer: int | None, K: int) -> None
         ):
             ticks(range(len(order)))
             labels([str(expert) for expert in order], fontsize=size)
-    axes.set_xlabel("expert, similar ones side by side; expected: by popularity alone; grey: no pair")
+    axes.set_xlabel("experts, similar ones next to each other; expected: by popularity alone; grey: no pair")
 
 
 def _by_similarity(bits: Any) -> list[int]:
-    """Experts with similar rows side by side, those nobody chose last."""
+    """Sorts experts so that similar ones are next to each other; experts that no token chose come last."""
     used = [expert for expert, row in enumerate(bits) if np.isfinite(row).any()]
     unused = sorted({*range(len(bits))} - {*used})
     if 2 < len(used) <= MAX_ORDERED:
@@ -145,7 +145,7 @@ def _overlap(axes: Any, summaries: list[LayerSummary], trace: Trace) -> None:
             axes.plot(place, [100 * value for value in values], label=label, markersize=6, **style)
     even = 100 * trace.routing.num_choices / trace.routing.num_experts
     axes.axhline(
-        even, color="black", linewidth=1, linestyle=":", label=f"K / E = {even:.1f} %: all used alike"
+        even, color="black", linewidth=1, linestyle=":", label=f"K / E = {even:.1f} %: all used equally"
     )
     axes.set_ylim(0, None)
     axes.set_ylabel("experts in common, %")

@@ -1,4 +1,4 @@
-"""Pictures of a study: quality against cost, loss over steps, load over steps, experts by text."""
+"""Draws a study: quality against cost, loss over steps, load over steps, experts by text."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ PANELS = {
     "parameters": ("million parameters", 1e-6),
     "peak_bytes": ("MiB at the peak", 2.0**-20),
 }
-MAX_RULES = 6  # in the figures that have a panel for each
+MAX_RULES = 6  # in figures with a panel for each router
 
 
 def pictures(reached: Pareto, trainings: Sequence[Training], lines: Lines) -> list[Picture]:
-    """What the records of a study hold; the load of experts and their texts if every run has its lines."""
+    """Draws the records of a study, and the load of experts and their texts if every run has its lines."""
     by_rule: dict[str, list[Training]] = {}
     for one in trainings:
         by_rule.setdefault(one.rule, []).append(one)
@@ -55,7 +55,7 @@ def pictures(reached: Pareto, trainings: Sequence[Training], lines: Lines) -> li
 
 
 def draw_study(folder: Path, reached: Pareto, target: Path) -> list[str]:
-    """Draw what there is as PNG; the names."""
+    """Draws all pictures as PNG and returns their names."""
     kept = [one for one in read_trainings(folder) if not one.study.endswith(TUNING)]
     drawn = pictures(reached, kept, study_lines(folder, kept))
     named = [replace(one, name=one.name.partition("-")[0]) for one in drawn]
@@ -77,7 +77,7 @@ def _pareto(reached: Pareto, colour: dict[str, str]) -> Picture:
             )  # fmt: skip
         low, high = axes.get_xlim()
         middle = (low + high) / 2
-        axes.set_xlim(min(low, 0.9 * middle), max(high, 1.1 * middle))  # a tenth apart looks like it
+        axes.set_xlim(min(low, 0.9 * middle), max(high, 1.1 * middle))  # a difference of a tenth looks small
         axes.set_xlabel(unit)
         axes.set_ylabel("held-out loss, nats per byte")
         _within(axes, reached)
@@ -87,16 +87,17 @@ def _pareto(reached: Pareto, colour: dict[str, str]) -> Picture:
     front.sort(key=lambda one: one.seconds)
     said = ", ".join(f"{one.rule} ({one.loss.said()} in {one.seconds:.0f} s)" for one in front)
     return Picture(
-        name="pareto", title=f"No rule is both better and faster than these: {said}",
+        name="pareto", title=f"No router is both better and faster than these: {said}",
         caption=f"Lower is better, further left is cheaper; {reached.tokens:,} bytes, "
-        f"{reached.standings[0].seeds} seeds. Bars are 95 % intervals over seeds; hollow: sees later tokens; "
-        "the line joins what nothing dominates. The table of the study has the numbers.",
+        f"{reached.standings[0].seeds} seeds. Bars are 95 % intervals over seeds. Hollow: it sees later "
+        "tokens. The line joins the routers that no other dominates. The table of the study has the numbers.",
         figure=made,
     )  # fmt: skip
 
 
 def _within(axes: Any, reached: Pareto) -> None:
-    """The scale of the rules that write; far better losses of those that see the future are noted instead."""
+    """Scales to the routers that can write text. Routers that see later tokens and have much lower losses are
+    named in a note instead."""
     losses = [one.loss.mean for one in reached.standings if not one.sees_future]
     spread = [bound for one in reached.standings if not one.sees_future for bound in one.loss.interval or ()]
     low, high = min([*losses, *spread]), max([*losses, *spread])
@@ -114,7 +115,7 @@ def _within(axes: Any, reached: Pareto) -> None:
 
 
 def _front(axes: Any, reached: Pareto, cost: str, scale: float) -> None:
-    """Steps through the rules that no other dominates."""
+    """Draws a line through the routers that no other dominates."""
     points = sorted(
         (scale * getattr(one, cost), one.loss.mean)
         for one in reached.standings
@@ -146,7 +147,7 @@ def _curves(reached: Pareto, by_rule: dict[str, list[Training]], colour: dict[st
             xycoords=("axes fraction", "data"), ha="right", va="bottom",
             fontsize=9, annotation_clip=True,
         )  # fmt: skip
-        word.set_in_layout(False)  # it may be far outside
+        word.set_in_layout(False)  # it may be far outside the axes
         axes.set_ylim(best - 0.1, max(reached.trigram + 0.15, best + 0.9))
         axes.set_xlabel(unit)
         axes.set_ylabel("held-out loss, nats per byte")
@@ -166,9 +167,9 @@ def _curves(reached: Pareto, by_rule: dict[str, list[Training]], colour: dict[st
             rows.append((one.title, f"{at[0].step:,}", f"{at[0].step * one.step_seconds:.1f}", ends))
     return Picture(
         name="curves",
-        title=f"The lowest loss after equal tokens has {tokens}, after equal seconds {seconds}",
-        caption="Held-out loss; bands from the lowest to the highest seed; dashed: the seconds at which the "
-        "rules are compared.",
+        title=f"{tokens} has the lowest loss after equal tokens, {seconds} after equal seconds",
+        caption="Held-out loss. Bands show the range from the lowest to the highest seed. Dashed: the "
+        "seconds at which the routers are compared.",
         figure=made, table=Table(head=("rule", "step", "seconds", "loss, all seeds"), rows=tuple(rows)),
     )  # fmt: skip
 
@@ -206,14 +207,15 @@ def _load(rules: Sequence[str], lines: Lines, colour: dict[str, str]) -> Picture
     even, uneven = (f"{rule} {1 + ends[rule][0]:.2f}x" for rule in (ordered[0], ordered[-1]))
     rows = tuple((rule, *(f"{value:.3f}" for value in ends[rule])) for rule in ordered)
     return Picture(
-        name="load", title=f"Busiest expert over the mean at the end: least {even}, most {uneven}",
+        name="load", title=f"At the end the load is most even with {even}, least even with {uneven}",
         caption="Over the steps of training, mean over layers and seeds. The table has the last step.",
         figure=made, table=Table(head=("rule", *titles), rows=rows),
     )  # fmt: skip
 
 
 def _experts(rules: Sequence[str], lines: Lines) -> Picture:
-    """The last layer of seed 0: the load of each expert over the steps, the busiest at the end on top."""
+    """Draws the load of each expert over the steps in the last layer of seed 0, the busiest at the end on
+    top."""
     shown, rows = rules[:MAX_RULES], []
     made = figure(9.5, 1.1 + 1.25 * len(shown))
     panels = made.subplots(len(shown), 1, squeeze=False, sharex=True)[:, 0]
@@ -236,20 +238,21 @@ def _experts(rules: Sequence[str], lines: Lines) -> Picture:
             for place in range(1, load_SE.shape[1] + 1)
         ]
     panels[-1].set_xlabel("step")
-    made.colorbar(image, ax=panels, label="load over the mean", shrink=0.8)
+    made.colorbar(image, ax=panels, label="load / mean load", shrink=0.8)
     most = {rule: max(float(row[4]) for row in rows if row[0] == rule) for rule in shown}
     word = ", ".join(f"{rule} {most[rule]:.1f}x" for rule in sorted(most, key=most.__getitem__))
     head = ("rule", "expert", "first step", "middle", "last step")
     return Picture(
-        name="experts", title=f"Load of the busiest expert over the mean after training: {word}",
-        caption="The last layer of the first seed. Each row is an expert, the busiest at the end on top; "
-        "white is the mean load, dark orange twice the mean or more, dark purple nothing.",
+        name="experts", title=f"Load of the busiest expert / mean load after training: {word}",
+        caption="The last layer of the first seed. Each row is an expert, and the busiest at the end is on "
+        "top. White is the mean load, dark orange twice the mean or more, dark purple no load.",
         figure=made, table=Table(head=head, rows=tuple(rows)),
     )  # fmt: skip
 
 
 def _sources(rules: Sequence[str], lines: Lines) -> Picture:
-    """The last layer of seed 0: which expert reads which text, before the first step and at the end."""
+    """Draws which expert reads which text in the last layer of seed 0, before the first step and at the
+    end."""
     shown, rows = rules[:MAX_RULES], []
     made = figure(max(9.0, 3.2 * len(shown) + 1), 6.6)
     panels = made.subplots(2, len(shown), squeeze=False)
@@ -276,7 +279,7 @@ def _sources(rules: Sequence[str], lines: Lines) -> Picture:
     most = max(rows, key=lambda row: float(row[2]))
     return Picture(
         name="sources",
-        title=f"The expert tells most of the text it reads with {most[0]}: {most[2]} % after training",
-        caption="Experts by text in the last layer of the first seed, held-out text.",
+        title=f"With {most[0]} the chosen expert tells most about the text: {most[2]} % after training",
+        caption="Experts by text in the last layer of the first seed, on held-out text.",
         figure=made, table=Table(head=("rule", "before, %", "after, %"), rows=tuple(rows)),
     )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Two runs as a page: confirmed changes first, sorted by what to think of them, what is undecided by name,
-and what was measured unlike side by side, without ratios."""
+"""A page that compares two runs: confirmed changes first, sorted by their cause, then undecided ones, then
+those that were measured in different ways, without ratios."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from moe_routing_bench.report.page import Page, Section
 from moe_routing_bench.results.compare import Change, Kind, RunComparison, Turned
 
 KINDS: dict[Kind, str] = {
-    "regression": "Slower, and the code is another: measured in the same way on the same machine.",
-    "improvement": "Faster, and the code is another: measured in the same way on the same machine.",
-    "method change": "The benchmark's own code or way of timing is another: measure both with the same.",
-    "other machine": "The machine, torch, Python or its settings are others: this says nothing of the code.",
-    "noise": "The source is the same in both: look at the machine, and at what the code calls.",
+    "regression": "The code changed and is slower, measured in the same way on the same machine.",
+    "improvement": "The code changed and is faster, measured in the same way on the same machine.",
+    "method change": "The benchmark's code or method changed: measure both runs with the same version.",
+    "other machine": "The machine, torch, Python or its settings changed: this says nothing about the code.",
+    "noise": "The source is the same in both runs: look at the machine and at the code that it calls.",
 }
 COLOUR: dict[Kind, str] = {
     "regression": COLOURS[5], "improvement": COLOURS[2], "method change": COLOURS[1],
@@ -94,7 +94,7 @@ def _rows(changes: Sequence[Change], *, why: bool = False) -> tuple[tuple[str, .
     for one in changes[:MAX_ROWS]:
         ends = "" if one.interval is None else f"{one.interval[0]:.3f} to {one.interval[1]:.3f}"
         row = (
-            one.where, one.contender, f"{one.ms[0]:.4g}", f"{one.ms[1]:.4g}", f"{one.ratio:.3f}", ends,
+            one.where, one.title, f"{one.ms[0]:.4g}", f"{one.ms[1]:.4g}", f"{one.ratio:.3f}", ends,
             f"{one.p_adjusted:.2g}", one.method,
         )  # fmt: skip
         rows.append((*row[:2], one.reason, *row[2:]) if why else row)
@@ -130,7 +130,7 @@ def _picture(changes: Sequence[Change]) -> Picture | None:
             colour = COLOUR[one.kind]
             axes.plot([low, high], [place, place], color=colour, linewidth=2.2)
             axes.plot(one.ratio, place, "o", color=colour, markersize=6)
-        names = [f"{label(one.contender, 30)}  {label(one.where, 50)}" for one in shown]
+        names = [f"{label(one.title, 30)}  {label(one.where, 50)}" for one in shown]
         axes.set_yticks(range(len(shown)), names, fontsize=8)
         axes.axvline(1, color=INK, linewidth=1)
         axes.invert_yaxis()

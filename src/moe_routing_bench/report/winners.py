@@ -1,7 +1,7 @@
-"""Who is fastest: in a sentence, as the lead over the next, and as a map over tokens, sizes and skew.
+"""Shows the winners: in a sentence, as their lead over the next, and as a map over tokens, sizes and skew.
 
-A winner's lead is the time of the next fastest over its own in the same rounds. What drops pairs does less
-work, so it wins nothing where another drops none.
+The lead of a winner is the time of the second divided by its own in the same rounds. An implementation that
+drops pairs does less work, so it cannot win where another drops none.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from moe_routing_bench.workloads.axes import names_of
 from moe_routing_bench.workloads.experiment import Experiment
 
 MAX_ROWS, MAX_COLUMNS = 40, 12
-MAX_LEADS = 24  # cases of the first chart
+MAX_LEADS = 24  # cases in the first chart
 MAX_WINNERS = 3  # in a sentence
-MAX_TIMES = 10  # what takes longer is an arrow at the edge
+MAX_TIMES = 10  # a larger ratio is an arrow at the edge
 MEANING = (
     "The number says how many times faster the winner is than the next. Hatched ///: another takes the same "
     "time. Hatched xxx: it is not certain that the others are slower. Busiest: the load of the busiest "
-    "expert over the mean. A field leads to its case."
+    "expert divided by the mean. Click a field to see its case."
 )
 HEAD = ("case", "winner", "times faster (99 % interval)", "certain", "than the next", "winner's ms")
 
 
 class Hovers:
-    """Ids for parts of figures, unique in a page, and the text of each."""
+    """Makes ids for parts of figures, unique in a page, and keeps the text of each."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
@@ -57,8 +57,8 @@ class Hovers:
 
 
 def decided(group: Group) -> list[tuple[Cell, Contest]]:
-    """The cells in which one was the fastest of several that compute the same. Of cells with one workload and
-    other implementations, the one that compares most."""
+    """Returns the cells with a winner among implementations that compute the same. If several cells have the
+    same workload, it takes the one with the most implementations."""
     cells = [
         (cell, cell.contest)
         for cell in group.cells
@@ -80,7 +80,8 @@ def _widest(
 
 
 def answer(group: Group) -> str:
-    """native is fastest in 9 of 12 cases, clearly in 7 (1.12x to 1.41x); vllm_cpu in 3, clearly in none"""
+    """Returns a sentence such as "native is fastest in 9 of 12 cases, clearly in 7 (1.12x to 1.41x); vllm_cpu
+    in 3, clearly in none"."""
     cells = decided(group)
     if len(cells) == 1:
         (_, contest), (low, high) = cells[0], cells[0][1].lead.interval
@@ -104,24 +105,24 @@ def answer(group: Group) -> str:
 
 
 def _family(name: str) -> str:
-    """native, of frozen(native) and native(store=int8) @ compact"""
+    """Returns "native" for frozen(native) and native(store=int8) @ compact."""
     return name.removeprefix("frozen(").partition("(")[0].partition(" ")[0].rstrip("),")
 
 
 def _other_family(contest: Contest) -> float | None:
-    """How many times faster the winner is than the fastest of another family."""
+    """Returns how many times faster the winner is than the fastest of another family."""
     names = [one for one in contest.against_winner if _family(one) != _family(contest.winner)]
     return min((contest.against_winner[name].ratio for name in names), default=None)
 
 
 def _span(values: Sequence[float]) -> str:
-    """1.12x to 1.41x, 2.04x to 36x"""
+    """Writes a range: 1.12x to 1.41x, 2.04x to 36x."""
     ends = (min(values), max(values))
     return " to ".join(dict.fromkeys(f"{value:.2f}x" if value < 10 else f"{value:.0f}x" for value in ends))
 
 
 def lead_table(group: Group) -> Table:
-    """A row for each decided case."""
+    """Makes a table with a row for each decided case."""
     cells = decided(group)
     names, _ = case_names([cell for cell, _ in cells])
     rows = []
@@ -135,15 +136,15 @@ def lead_table(group: Group) -> Table:
 
 
 def leads(group: Group, hovers: Hovers) -> Picture | None:
-    """Each case in a row: how many times as long the others take as its winner, with intervals."""
+    """Draws a row for each case: the times of the others divided by the winner's, with intervals."""
     if not (cells := decided(group)):
         return None
     shown = cells[:MAX_LEADS]
     names, common = case_names([cell for cell, _ in cells])
-    colour = colours(name for name in group.contenders if any(name in one.ratios for _, one in shown))
+    colour = colours(name for name in group.implementations if any(name in one.ratios for _, one in shown))
     others = [one for _, contest in shown for one in contest.against_winner.values()]
     ends = [end for one in others for end in one.interval if end < MAX_TIMES]
-    # wide enough that noise looks like noise
+    # the axis is wide enough that noise looks small
     low, high = min(0.95, *ends), max(1.25, *ends, *(min(MAX_TIMES, one.ratio) for one in others))
     ticks = [label(names[cell.anchor], 40) for cell, _ in shown]
     with style():
@@ -162,7 +163,7 @@ def leads(group: Group, hovers: Hovers) -> Picture | None:
         axes.axvline(1, color=INK, linewidth=1, zorder=1)
         axes.set_yticks(range(len(shown)), ticks)
         axes.set_ylim(len(shown) - 0.4, -0.6)
-        axes.set_xlabel("time over the winner's, which stands at 1")
+        axes.set_xlabel("time / winner's time (the winner is at 1)")
         legend(made, patches(colour), 2, least=1)
     left = len(cells) - len(shown)
     finding = f"the others take {_span([one.ratio for one in others])} the time of the winner"
@@ -179,7 +180,8 @@ def leads(group: Group, hovers: Hovers) -> Picture | None:
 
 
 def winner_map(group: Group, hovers: Hovers) -> Picture | None:
-    """Tokens x sizes and skew of the routing; the colour is the winner's, hatched if its lead is open."""
+    """Draws tokens against sizes and skew. The colour shows the winner, hatched if its lead is not
+    certain."""
     cells = decided(group)
     if len(cells) < 2:
         return None
@@ -191,7 +193,7 @@ def winner_map(group: Group, hovers: Hovers) -> Picture | None:
     fitting = [one for one in cells if one[0].T in columns and (one[0].sizes, one[0].routing) in rows]
     shown = _widest(fitting, lambda cell: (cell.sizes, cell.routing, cell.T))
     names = _row_names([cell for cell, _ in shown], skew=True)
-    colour = {name: colours(group.contenders)[name] for name in _winners(group, shown)}
+    colour = {name: colours(group.implementations)[name] for name in _winners(group, shown)}
     grid = {row: [""] * len(columns) for row in rows}
     with style():
         made = figure(9.5, 0.36 * len(rows) + 1.25)
@@ -231,11 +233,11 @@ def winner_map(group: Group, hovers: Hovers) -> Picture | None:
 
 def _winners(group: Group, cells: Sequence[tuple[Cell, Contest]]) -> list[str]:
     won = {contest.winner for _, contest in cells}
-    return [name for name in group.contenders if name in won]
+    return [name for name in group.implementations if name in won]
 
 
 def _by_tokens(cells: Sequence[tuple[Cell, Contest]]) -> str:
-    """native wins most cases at 1 to 64 tokens, vllm_cpu at 256"""
+    """Returns a sentence such as "native wins most cases at 1 to 64 tokens, vllm_cpu at 256"."""
     won: dict[int, Counter[str]] = {}
     for cell, contest in cells:
         won.setdefault(cell.T, Counter())[contest.winner] += 1
@@ -277,7 +279,7 @@ def _said(cell: Cell, contest: Contest) -> str:
 
 
 def case_names(cells: Sequence[Cell]) -> tuple[dict[str, str], str]:
-    """By anchor, how the cells differ: "qwen3-30b-a3b, T=64"; and a sentence with what they share."""
+    """Returns by anchor how the cells differ, "qwen3-30b-a3b, T=64", and a sentence with what they share."""
     rows = _row_names(cells)
     one_row = len(set(rows.values())) == 1
     names = {}
@@ -293,8 +295,8 @@ def case_names(cells: Sequence[Cell]) -> tuple[dict[str, str], str]:
 
 
 def _row_names(cells: Sequence[Cell], *, skew: bool = False) -> dict[tuple[Sizes, str], str]:
-    """By sizes and routing: the model, or the letters in which the sizes differ; and the routing where a size
-    has several. skew: with how many times the mean the busiest expert has."""
+    """Returns a name for each size and routing: the model, or the sizes that differ, and the routing if a
+    size has several. skew: adds the load of the busiest expert divided by the mean."""
     models = {cell.sizes: cell.model for cell in cells}
     letters = [place for place in range(4) if len({sizes[place] for sizes in models}) > 1] or [2, 3]
     pairs = {(cell.sizes, cell.routing): cell for cell in cells}

@@ -1,9 +1,9 @@
-"""The answer that a results folder gives, in SQL: for each case the fastest, its lead over the next, and
-whether that is certain.
+"""The SQL behind `mrb results`: the fastest implementation of each case, its lead, and how certain that is.
 
-Within a cell all were timed in the same rounds and have a ratio to its baseline, with a 99 % interval. The
-lead is the next one's ratio over the winner's. If one of the two is the baseline, the interval of the lead is
-the recorded one; else both intervals make it, which is wider than the paired samples would give.
+All implementations of a cell were timed in the same rounds. Each has a ratio to the baseline of the cell with
+a 99 % interval. The lead is the ratio of the second divided by the ratio of the winner. If one of the two is
+the baseline, the lead has the recorded interval. Otherwise the interval is made from both intervals, which is
+wider than an interval from the paired samples.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from moe_routing_bench.results.winners import CERTAIN
 
 SAME = f"router, layer, {in_sql()}"
 SURE = "\n    ".join(f"WHEN '{verdict}' THEN '{said}'" for verdict, said in CERTAIN.items())
-# of the newest run of every case under the same conditions; what drops pairs does less work, so it wins
-# nothing where another drops none
+# It reads the newest run of every case under the same conditions. An implementation that drops pairs does
+# less work, so it cannot win where another one drops none.
 BEST = f"""
 WITH passed AS (
   SELECT *, max(created_at) OVER (PARTITION BY {SAME}, session, cell_key) AS run_at
@@ -26,7 +26,7 @@ WITH passed AS (
 ), whole AS (
   SELECT * FROM newest QUALIFY NOT drops OR bool_and(drops) OVER (PARTITION BY {SAME})
 ), ranked AS (
-  SELECT *, count(*) OVER (PARTITION BY {SAME}) AS contenders, row_number() OVER fastest AS place,
+  SELECT *, count(*) OVER (PARTITION BY {SAME}) AS implementations, row_number() OVER fastest AS place,
     lead(impl) OVER fastest AS next, lead(layout) OVER fastest AS next_layout,
     lead(role) OVER fastest AS next_role, lead(verdict) OVER fastest AS next_verdict,
     lead(coalesce(ratio, 1)) OVER fastest / coalesce(ratio, 1) AS lead,
@@ -37,7 +37,8 @@ WITH passed AS (
 )
 SELECT {SAME}, impl AS best, layout,
   median_ms, error, tokens_per_second, coalesce(ratio, 1) AS ratio, coalesce(baseline, 'itself') AS baseline,
-  coalesce(verdict, '') AS verdict, contenders, next, next_layout, lead, lead_low, lead_high,
+  coalesce(verdict, '') AS verdict, implementations, next, next_layout, lead, lead_low, lead_high,
+  stage_seconds,
   CASE CASE
       WHEN next IS NULL THEN ''
       WHEN role = 'baseline' THEN next_verdict

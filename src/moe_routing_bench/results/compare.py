@@ -1,20 +1,20 @@
-"""Which records of two runs answer the same question, and what must agree before they are compared.
+"""Compares two results folders: what became faster, became slower, or stopped working from A to B.
 
-Two results folders set side by side: what became faster, slower, or stopped working from A to B.
+Two records are compared only if they were measured in the same way (`LIKE` names what must agree). The two
+runs were not interleaved, so their samples are not paired. There are two methods, and every row says which
+one was used:
 
-Only like is compared with like (`LIKE` names what must agree). The runs were not interleaved,
-so there are no pairs of samples between them. Two methods, and every row says which was used:
+- "ratio to baseline": if both runs timed the same baseline code in the same rounds, their ratios to it are
+  compared. A slower machine slows both, so its effect cancels.
+- "times": otherwise the raw times are compared. They also contain changes of the machine between the two
+  runs, which no statistic can tell from a change of the code. If runs differ by 2 % by chance (standard
+  deviation, simulated, 40 rounds), this method alone calls 41 % of equal pairs different and the other method
+  0.5 % (`measurements/bench/unpaired_runs.json`). So this method never calls unchanged code FASTER or SLOWER,
+  and changed code only if it moved further than any unchanged code did.
 
-- "ratio to baseline": if both runs timed the same baseline code in the same rounds, the ratio to it is
-  compared. What the machine did to both at the time cancels.
-- "times": else the raw times. They also hold what the machine did between the two runs, which no statistic
-  can tell from a change of the code: with runs 2 % apart by chance (standard deviation, simulated, 40 rounds)
-  this method alone calls 41 % of equal pairs different, the other 0.5 %
-  (`measurements/bench/unpaired_runs.json`). So by times unchanged code is never FASTER or SLOWER, and changed
-  code only beyond the furthest that unchanged code moved.
-
-The rule is that of bench/verdict.py with the tests for unpaired samples: a bootstrap interval of the ratio of
-medians, Mann-Whitney's p-value, corrected for the number of rows, and the larger noise floor of the two runs.
+The rule is the one of bench/verdict.py with tests for unpaired samples: a bootstrap interval of the ratio of
+medians, the p-value of Mann-Whitney's test corrected for the number of rows, and the larger noise floor of
+the two runs.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ NOT_A_PLACE = ("case", "workload", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """One implementation of a run, in the latest run of its cell."""
+class MeasuredOnce:
+    """One implementation in the latest run of its cell."""
 
     run: Run
     cell: CellRun
@@ -80,13 +80,13 @@ class Measured:
         return f"{self.where}: {self.record.implementation.title}"
 
 
-Agreement = tuple[str, Callable[[Measured], str]]
+Agreement = tuple[str, Callable[[MeasuredOnce], str]]
 
 
 def _agreeing(group: Group) -> dict[str, Agreement]:
-    """The axes of a group that must agree."""
+    """Returns the axes of a group that must agree."""
 
-    def value(name: str) -> Callable[[Measured], str]:
+    def value(name: str) -> Callable[[MeasuredOnce], str]:
         return lambda m: str(getattr(m.record.experiment, name)) or "none"
 
     return {
@@ -96,7 +96,7 @@ def _agreeing(group: Group) -> dict[str, Agreement]:
     }
 
 
-# what must agree: the name for --allow, in words, and its value
+# what must agree: its name for --allow, its name in sentences, and its value
 LIKE: dict[str, Agreement] = {
     "machine": ("machines", lambda m: m.run.environment(m.record).machine),
     "torch": ("versions of torch", lambda m: m.run.environment(m.record).torch),
@@ -111,44 +111,44 @@ LIKE: dict[str, Agreement] = {
 }
 
 
-def latest(run: Run) -> list[Measured]:
-    """The newest record of everything that was measured, whatever came of it; twins are no contenders."""
-    newest: dict[object, Measured] = {}
+def latest(run: Run) -> list[MeasuredOnce]:
+    """Returns the newest record of each implementation, passed or failed, without copies of baselines."""
+    newest: dict[object, MeasuredOnce] = {}
     for cell in run.cells:
         for record in cell.records:
             if record.implementation.role in ("twin", "beside"):
                 continue
-            one = Measured(run=run, cell=cell, record=record)
+            one = MeasuredOnce(run=run, cell=cell, record=record)
             key = (one.identity, _likeness(one))
             if key not in newest or _age(newest[key]) < _age(one):
                 newest[key] = one
     return sorted(newest.values(), key=_age)
 
 
-def _age(one: Measured) -> tuple[object, str]:
+def _age(one: MeasuredOnce) -> tuple[object, str]:
     return one.record.created_at, one.record.record_id
 
 
-def _likeness(one: Measured) -> tuple[str, ...]:
+def _likeness(one: MeasuredOnce) -> tuple[str, ...]:
     return tuple(value(one) for _, value in LIKE.values())
 
 
-def question(one: Measured) -> tuple[object, ...]:
-    """What a user asked for, whatever the versions: a run that answers it with others lacks nothing."""
+def question(one: MeasuredOnce) -> tuple[object, ...]:
+    """What a user asked for, without versions: two runs with other versions answer the same question."""
     versions = ("torch", "python", "settings", "contract", "routing")
     asked = tuple(value(one) for name, (_, value) in LIKE.items() if name not in versions)
     return (*one.identity, *asked)
 
 
 def match(
-    all_a: list[Measured],
-    all_b: list[Measured],
+    all_a: list[MeasuredOnce],
+    all_b: list[MeasuredOnce],
     allow: Collection[str],
-    apart: list[tuple[Measured, Measured]] | None = None,
-) -> tuple[list[tuple[Measured, Measured]], list[str]]:
-    """Pairs of records of A and B, and notes. Those that agree in everything are paired first, then those
-    that differ only in what is allowed. If some differ in anything else: they go to `apart`, or ValueError
-    where it is not given."""
+    apart: list[tuple[MeasuredOnce, MeasuredOnce]] | None = None,
+) -> tuple[list[tuple[MeasuredOnce, MeasuredOnce]], list[str]]:
+    """Returns pairs of records of A and B, and notes. Records that agree in everything are paired first, then
+    those that differ only in what is allowed. Pairs that differ in anything else go to `apart`; without
+    `apart` they raise a ValueError."""
     for name in allow:
         if name not in LIKE:
             raise ValueError(
@@ -162,7 +162,7 @@ def match(
             left_b.append(b)
         else:
             pairs.append((a, b))
-    by_identity: dict[object, list[Measured]] = {}
+    by_identity: dict[object, list[MeasuredOnce]] = {}
     for a in exact.values():
         by_identity.setdefault(a.identity, []).append(a)
     notes: dict[str, None] = {}
@@ -190,8 +190,10 @@ def match(
     return pairs + _match_failed(left_a, failed_b), list(notes)
 
 
-def _match_failed(left_a: list[Measured], failed_b: list[Measured]) -> list[tuple[Measured, Measured]]:
-    """A worker that died early may have reported neither routing nor full label: match spec and place."""
+def _match_failed(
+    left_a: list[MeasuredOnce], failed_b: list[MeasuredOnce]
+) -> list[tuple[MeasuredOnce, MeasuredOnce]]:
+    """Pairs failures by spec and place: a worker that died early may not have reported routing or label."""
     pairs = []
     for a in left_a:
         for b in failed_b:
@@ -204,14 +206,14 @@ def _match_failed(left_a: list[Measured], failed_b: list[Measured]) -> list[tupl
     return pairs
 
 
-def differences(a: Measured, b: Measured) -> list[str]:
+def differences(a: MeasuredOnce, b: MeasuredOnce) -> list[str]:
     values = {name: (value(a), value(b)) for name, (_, value) in LIKE.items()}
     if a.record.routing is None or b.record.routing is None:
-        del values["routing"]  # one of them died before it was known
+        del values["routing"]  # one worker died before it reported the routing
     return [name for name, (of_a, of_b) in values.items() if of_a != of_b]
 
 
-def difference(name: str, a: Measured, b: Measured) -> str:
+def difference(name: str, a: MeasuredOnce, b: MeasuredOnce) -> str:
     """the machines differ: a is laptop, b is server"""
     words, value = LIKE[name]
     return f"the {words} differ: a is {value(a)}, b is {value(b)}"
@@ -219,7 +221,7 @@ def difference(name: str, a: Measured, b: Measured) -> str:
 
 Floats: TypeAlias = NDArray[np.float64]
 Method: TypeAlias = Literal["ratio to baseline", "times"]
-# noise: the source is the same in both, so it is the machine or what the code calls
+# noise: the source is the same in both runs, so the machine or called code caused the difference
 Kind: TypeAlias = Literal[
     "regression", "improvement", "method change", "other machine", "noise", "not decided", "no change"
 ]
@@ -227,14 +229,15 @@ Kind: TypeAlias = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One implementation in both runs; ratio is its time in B / in A.
+    """One implementation in both runs. ratio is its time in B divided by its time in A.
 
     Change(where="expert_ffn seed-fused/32x7168 float32 zipf(1.2)", implementation="staged", layout="compact",
-           router="", layer="", contender="staged | compact", ratio=1.05, interval=(1.035, 1.059),
+           router="", layer="", title="staged | compact", ratio=1.05, interval=(1.035, 1.059),
            p_adjusted=9.7e-10, verdict="SLOWER", reason="...",
            method="ratio to baseline", same_code=False, kind="regression", ms=(10.1, 10.6),
            repro="mrb bench ...", ...)
-    interval is None with too few samples for one. same_code: the implementation's source has the same hash.
+    interval is None if there are too few samples. same_code: the source of the implementation has the same
+    hash in both runs.
     """
 
     where: str
@@ -242,7 +245,7 @@ class Change:
     layout: str
     router: str
     layer: str
-    contender: str  # all four as one name
+    title: str  # all four as one name
     ratio: float
     interval: tuple[float, float] | None
     p_value: float
@@ -264,7 +267,8 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Apart:
-    """In both runs, but measured unlike, so that no ratio means anything. No ms where it did not pass."""
+    """An implementation that the two runs measured in different ways, so it has no ratio. A run in which it
+    failed has no ms."""
 
     name: str
     differences: tuple[str, ...]
@@ -274,7 +278,8 @@ class Apart:
 
 @dataclass(frozen=True, kw_only=True)
 class Turned:
-    """Passed in one run and failed in the other: status and reason are the failure's, repro is B's."""
+    """An implementation that passed in one run and failed in the other. status and reason describe the
+    failure; repro is the command of B."""
 
     name: str
     status: str
@@ -284,11 +289,12 @@ class Turned:
 
 @dataclass(frozen=True, kw_only=True)
 class RunComparison:
-    """changes: least ratio first. broken: PASSED in A and tried in B without a pass; fixed: the reverse.
+    """The comparison of two runs. `changes` is sorted by ratio. `broken` passed in A and failed in B; `fixed`
+    is the reverse.
 
-    apart: measured unlike in the two, if that was asked for.
-    only_a, only_b: names of what passed in one run and was not tried in the other.
-    unreadable: sentences about samples that are not what was written.
+    apart: pairs that were measured in different ways, if the caller asked for them.
+    only_a, only_b: names of implementations that passed in one run and were not run in the other.
+    unreadable: sentences about samples that were changed after they were written.
     """
 
     changes: tuple[Change, ...]
@@ -319,8 +325,8 @@ def compare_runs(
     keep_unlike: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RunComparison:
-    """B against A. ValueError if what was measured in both was measured unlike, unless `allow` names how or
-    keep_unlike sets it apart, without a ratio.
+    """Compares B with A. It raises a ValueError if the two runs measured something in different ways, unless
+    `allow` names the difference or keep_unlike lists such pairs without a ratio.
 
     delta: the smallest difference that counts. on_progress gets (rows done, rows in all).
     """
@@ -334,7 +340,7 @@ def compare_runs(
     for run, measured in zip(runs, (all_a, all_b), strict=True):
         if not measured:
             raise ValueError(f"{run.folder} holds no records; mrb bench layer --out {run.folder} makes some")
-    unlike: list[tuple[Measured, Measured]] = []
+    unlike: list[tuple[MeasuredOnce, MeasuredOnce]] = []
     pairs, notes = match(all_a, all_b, allow, unlike if keep_unlike else None)
     both = [(a, b) for a, b in pairs if a.passed and b.passed]
     matched = {question(one) for pair in (*pairs, *unlike) for one in pair}
@@ -352,7 +358,7 @@ def compare_runs(
     if len(harness) > 1:
         notes.append("the code that measures is not the same in all of these records")
     return RunComparison(
-        changes=tuple(sorted(changes, key=lambda c: (c.ratio, by_numbers(c.where), c.contender))),
+        changes=tuple(sorted(changes, key=lambda c: (c.ratio, by_numbers(c.where), c.title))),
         broken=tuple(_turned(b, b) for a, b in pairs if a.passed and not b.passed),
         fixed=tuple(_turned(a, b) for a, b in pairs if b.passed and not a.passed),
         apart=tuple(_apart(a, b) for a, b in unlike),
@@ -364,25 +370,25 @@ def compare_runs(
     )
 
 
-def _turned(failed: Measured, b: Measured) -> Turned:
+def _turned(failed: MeasuredOnce, b: MeasuredOnce) -> Turned:
     why = failed.record.correctness
     return Turned(name=b.name, status=str(why.status), reason=why.reason, repro=command_of(b.record))
 
 
-def _apart(a: Measured, b: Measured) -> Apart:
+def _apart(a: MeasuredOnce, b: MeasuredOnce) -> Apart:
     said = tuple(difference(name, a, b) for name in differences(a, b))
     ms_a, ms_b = (None if one.record.timing is None else _ms(one) for one in (a, b))
     return Apart(name=b.name, differences=said, ms_a=ms_a, ms_b=ms_b)
 
 
-def _ms(one: Measured) -> float:
+def _ms(one: MeasuredOnce) -> float:
     assert one.record.timing is not None
     return 1e3 * one.record.timing.median
 
 
-def _kind(a: Measured, b: Measured, verdict: Verdict, same_code: bool) -> Kind:
-    """What to think of first. The machine before the method, the method before the code: what lies deeper
-    explains what lies above it."""
+def _kind(a: MeasuredOnce, b: MeasuredOnce, verdict: Verdict, same_code: bool) -> Kind:
+    """The first cause to think of. A change of the machine explains more than one of the method, and a change
+    of the method explains more than one of the code."""
     if verdict not in ("FASTER", "SLOWER"):
         return "not decided" if verdict in OPEN else "no change"
     if set(differences(a, b)) & {"machine", "torch", "python", "settings", "device"}:
@@ -399,7 +405,9 @@ def _some(names: tuple[str, ...]) -> str:
 
 
 def _changes(
-    both: list[tuple[Measured, Measured]], delta: float, on_progress: Callable[[int, int], None] | None
+    both: list[tuple[MeasuredOnce, MeasuredOnce]],
+    delta: float,
+    on_progress: Callable[[int, int], None] | None,
 ) -> tuple[list[Change], list[str]]:
     from scipy import stats  # a second to import
 
@@ -423,10 +431,10 @@ def _changes(
         by_times = method == "times"
         verdict, why = verdict_of(centre, interval, q, floor, delta, drift if by_times else 0.0)
         if by_times and not moved and verdict in ("FASTER", "SLOWER"):
-            why += "; no unchanged code was timed in both runs, so the machine's part in it is not known"
+            why += "; no unchanged code was timed in both runs, so the machine may be the cause"
         same_code = a.record.implementation.source_hash == b.record.implementation.source_hash
         if same_code and verdict in ("FASTER", "SLOWER"):
-            why += "; its own source is the same in both, so look at the machine and at what it calls"
+            why += "; its source is the same in both runs, so the machine or called code is the cause"
         ends = None if interval is None else (math.exp(interval[0]), math.exp(interval[1]))
         changes.append(
             Change(
@@ -435,7 +443,7 @@ def _changes(
                 layout=b.record.implementation.layout,
                 router=b.record.implementation.router,
                 layer=b.record.implementation.layer,
-                contender=b.record.implementation.title,
+                title=b.record.implementation.title,
                 ratio=math.exp(centre),
                 interval=ends,
                 p_value=p,
@@ -454,18 +462,18 @@ def _changes(
     return changes, unreadable
 
 
-def _unchanged(a: Measured, b: Measured) -> bool:
+def _unchanged(a: MeasuredOnce, b: MeasuredOnce) -> bool:
     same_source = a.record.implementation.source_hash == b.record.implementation.source_hash
     return same_source and not differences(a, b)
 
 
-def _move(a: Measured, b: Measured) -> float:
-    """How far apart its times are, as the size of a logarithm."""
+def _move(a: MeasuredOnce, b: MeasuredOnce) -> float:
+    """Returns |log(time in B / time in A)|."""
     assert a.record.timing is not None and b.record.timing is not None  # both passed
     return abs(math.log(b.record.timing.median / a.record.timing.median))
 
 
-def _logs(a: Measured, b: Measured) -> tuple[Method, tuple[Floats, Floats]]:
+def _logs(a: MeasuredOnce, b: MeasuredOnce) -> tuple[Method, tuple[Floats, Floats]]:
     base_a, base_b = a.cell.baseline_of(a.record), b.cell.baseline_of(b.record)
     if base_a is not None and base_b is not None and _same_code(base_a, base_b):
         return "ratio to baseline", (_log_ratio(a, base_a), _log_ratio(b, base_b))
@@ -478,15 +486,15 @@ def _same_code(a: Record, b: Record) -> bool:
     return (one.label, one.source_hash) == (other.label, other.source_hash) and same_setting
 
 
-def _log_ratio(one: Measured, base: Record) -> Floats:
+def _log_ratio(one: MeasuredOnce, base: Record) -> Floats:
     times, base_times = _samples(one, one.record), _samples(one, base)
     if len(times) > len(base_times):
-        raise ValueError(f"it has {len(times)} samples and its baseline {len(base_times)}: no rounds")
-    # one that was much slower than the best left after the first rounds
+        raise ValueError(f"it has {len(times)} samples and its baseline {len(base_times)}: no pairs")
+    # a much slower implementation was timed in the first rounds only
     return np.log(times) - np.log(base_times[: len(times)])
 
 
-def _samples(one: Measured, record: Record) -> Floats:
+def _samples(one: MeasuredOnce, record: Record) -> Floats:
     times = samples_of(one.run.folder, record)
     if not (np.isfinite(times) & (times > 0)).all():
         raise ValueError(f"the samples of {record.record_id} are not all positive and finite")
@@ -494,14 +502,14 @@ def _samples(one: Measured, record: Record) -> Floats:
 
 
 def p_value_of(log_a: Floats, log_b: Floats) -> float:
-    """Of a rank test on the logarithms of two runs' times."""
+    """Returns the p-value of a rank test on the logarithms of the times of two runs."""
     from scipy import stats  # a second to import
 
     return float(stats.mannwhitneyu(np.round(log_a, DIGITS), np.round(log_b, DIGITS), axis=None).pvalue)
 
 
 def interval_of(log_a: Floats, log_b: Floats) -> tuple[float, float] | None:
-    """Around the difference of the medians, by the bootstrap."""
+    """Returns the bootstrap interval of the difference of the medians."""
     from scipy import stats  # a second to import
 
     if min(len(log_a), len(log_b)) < MIN_ROUNDS:
@@ -517,7 +525,7 @@ def interval_of(log_a: Floats, log_b: Floats) -> tuple[float, float] | None:
 def verdict_of(
     centre: float, interval: tuple[float, float] | None, q: float, floor: float, delta: float, drift: float
 ) -> tuple[Verdict, str]:
-    """drift: the logarithm of how far unchanged code moved; a change must count beyond it."""
+    """drift: the logarithm of the largest change of unchanged code. A change must be larger than it."""
     limit, counts, alpha = math.log1p(delta), math.log1p(max(delta, floor)) + drift, 1 - CONFIDENCE
     difference = f"a difference of more than {100 * math.expm1(counts):.1f} %"
     if interval is None:
@@ -529,7 +537,7 @@ def verdict_of(
         cause = "the interval holds 1" if low <= 0 <= high else f"p = {q:.2g} is above {alpha:.2g}"
         return "UNDECIDED", f"perhaps {difference}, but {cause}"
     if floor > delta:
-        return "UNDECIDED", f"in one of the runs the baseline's own twin is {100 * floor:.1f} % away from it"
+        return "UNDECIDED", f"two copies of the baseline differed by {100 * floor:.1f} % in one of the runs"
     if drift > limit:
         return "UNDECIDED", f"unchanged code moved by {100 * math.expm1(drift):.1f} % between the runs"
     if max(-low, high) <= limit:

@@ -1,7 +1,9 @@
-"""From a results folder to decisions: the winner of every size, its ties, and what one choice for all costs.
+"""Makes decisions from a results folder: the winner of every size, its ties, and the cost of one choice for
+all.
 
-Within a cell all implementations were timed in the same rounds, so the winner is the one with the least ratio
-to the cell's baseline, and a tie is one whose paired samples do not show it to be slower than the winner.
+All implementations of a cell were timed in the same rounds, so the winner has the smallest ratio to the
+baseline of the cell. An implementation ties with the winner if its paired samples do not show that it is
+slower.
 """
 
 from __future__ import annotations
@@ -16,23 +18,24 @@ from typing import Any
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.verdict import Regret
-from moe_routing_bench.core.names import by_numbers
+from moe_routing_bench.core.names import base_name, by_numbers
 from moe_routing_bench.core.plan import Layout
 from moe_routing_bench.core.text import printable
 from moe_routing_bench.core.whole_files import written_whole
 from moe_routing_bench.ops import decisions
 from moe_routing_bench.ops.decisions import Facts, read_decisions
-from moe_routing_bench.ops.registry import BUILT_IN
+from moe_routing_bench.ops.registry import BUILT_IN, get_op
 from moe_routing_bench.results.folder import CellRun, Run, read_run
 from moe_routing_bench.results.read import LeftOut
 from moe_routing_bench.results.record import DEFAULT_ROUTER, Record
 from moe_routing_bench.results.winners import Contest, Contested, contested, contests, regrets
+from moe_routing_bench.workloads.experiment import ImplementationRef
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What an entry of the file answers: Question(op="expert_ffn", facts=Facts(D=2048, ...), threads=1,
-    workload="zipf(1.2)")."""
+    """The question that an entry of the file answers:
+    Question(op="expert_ffn", facts=Facts(D=2048, ...), threads=1, workload="zipf(1.2)")."""
 
     op: str
     facts: Facts  # without tokens
@@ -55,7 +58,8 @@ class SizeDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """What a folder decides. regrets: by op, every implementation as the one choice for all its cases."""
+    """The decisions of a folder. regrets: for each operation, the cost of each implementation as the only
+    choice for all cases."""
 
     machine: str
     torch: str
@@ -66,9 +70,10 @@ class Decided:
 
 
 def decide(folder: Path | str, *, cache: str | None = None) -> Decided:
-    """The winners in a folder. cache: which cache policy counts, if the folder holds several.
+    """Finds the winners in a folder. cache: the cache policy to use, if the folder holds several.
 
-    ValueError if it mixes machines, versions of torch or ways of timing: they have different winners.
+    It raises a ValueError if the folder mixes machines, versions of torch or ways of timing, because their
+    winners differ.
     """
     left_out, notes = LeftOut(), _Notes()
     run = read_run(folder, left_out)
@@ -98,7 +103,8 @@ def decide(folder: Path | str, *, cache: str | None = None) -> Decided:
 
 
 def write_decisions(decided: Decided, source: Path | str, target: Path | str) -> dict[str, Any]:
-    """Write the file that impl="auto" reads, renamed into place once it has been read back; its content."""
+    """Writes the file that impl="auto" reads and returns its content. The file gets its final name after it
+    has been read back."""
     target = Path(target)
     document = {
         "schema": decisions.SCHEMA,
@@ -118,7 +124,7 @@ def write_decisions(decided: Decided, source: Path | str, target: Path | str) ->
 
 
 class _Notes:
-    """What was not used and why, each reason once with how often."""
+    """Counts the reasons why records were not used."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
@@ -131,7 +137,7 @@ class _Notes:
 
 
 def _cells(run: Run, cache: str | None, notes: _Notes) -> list[tuple[CellRun, list[Record]]]:
-    """Cells with something that passed, and those records."""
+    """Returns the cells with at least one passed record, and these records."""
     cells = []
     for cell in run.cells:
         passed = [r for r in cell.records if r.correctness.status is Status.PASSED]
@@ -157,13 +163,12 @@ def _cells(run: Run, cache: str | None, notes: _Notes) -> list[tuple[CellRun, li
 
 
 def _is_asked(record: Record, notes: _Notes) -> bool:
-    """impl="auto" asks for an operation going forward. Another router or layer changes what the
-    operation sees, and so do stored weights. Decisions name neither: only the plain layer with the default
-    router counts."""
+    """Returns whether a record may decide. impl="auto" chooses for a forward operation. Another router, layer
+    or weight format changes the operation's inputs, and decisions do not name them. So only the plain layer
+    with the default router counts."""
     experiment, store = record.experiment, record.experiment.store
     _, router, layer = record.implementation.setting
     unlike = {
-        "measured on frozen weights, where nothing is left to choose": record.implementation.frozen,
         f"measured {experiment.direction}, not forward": experiment.direction != "forward",
         f"measured with the router {printable(router)}": router != DEFAULT_ROUTER,
         f"measured in the layer {printable(layer)}": layer != "",
@@ -201,7 +206,8 @@ def _one_of_each(run: Run, cells: list[tuple[CellRun, list[Record]]]) -> tuple[s
 def _chosen(
     cells: list[tuple[CellRun, list[Record]]], notes: _Notes
 ) -> Iterable[tuple[Question, CellRun, list[Record]]]:
-    """One cell for each question and number of tokens: the op itself before a layer, then the newest."""
+    """Chooses one cell for each question and number of tokens. A cell of the operation alone comes before a
+    cell of a layer, then a newer one before an older one."""
     best: dict[tuple[Question, int], tuple[tuple[object, ...], CellRun, list[Record]]] = {}
     for cell, records in cells:
         by_question: dict[Question, list[Record]] = {}
@@ -222,10 +228,10 @@ def _question(record: Record, notes: _Notes) -> Question | None:
     w, span = record.experiment, record.experiment.span
     measured = span_named(span) if span in span_names() else None
     if measured is None or not (op := measured.decides):
-        notes.add(f"records not used: the span {span} is several operations and decides none of them")
+        notes.add(f"records not used: the span {span} has several operations, so it decides none of them")
         return None
     if not measured.named(record.implementation.spec):
-        notes.add("records not used: a layer of another library is no implementation of an operation")
+        notes.add("records not used: a layer of another library does not implement one operation")
         return None
     sizes = (w.T, w.D, w.F, w.E, w.K, w.threads)
     words = (w.dtype, w.activation, w.device, record.implementation.spec)
@@ -239,7 +245,7 @@ def _question(record: Record, notes: _Notes) -> Question | None:
         return None
     facts = Facts(
         D=w.D, F=w.F, E=w.E, K=w.K, dtype=w.dtype, layout=layout, activation=w.activation,
-        device=w.device,
+        device=w.device, frozen=record.implementation.frozen,
     )  # fmt: skip
     return Question(op=op, facts=facts, threads=w.threads, workload=w.workload)
 
@@ -247,14 +253,20 @@ def _question(record: Record, notes: _Notes) -> Question | None:
 def _contested(
     run: Run, question: Question, cell: CellRun, records: list[Record], notes: _Notes
 ) -> tuple[Question, Contested] | None:
-    """None if samples cannot be read or paired: a contest that lacks a contender decides nothing."""
+    """Returns None if samples cannot be read or paired, because then an implementation is missing."""
     by_name: dict[str, Record] = {}
     for record in records:
         one = record.implementation
-        # "auto" is not a choice; what it stood for then is
-        by_name.setdefault(one.label if one.spec == "auto" else one.spec, record)
+        # "auto" is not a choice; the implementation that it picked is
+        spec = ImplementationRef.read(one.spec).name
+        by_name.setdefault(one.label if spec == "auto" else spec, record)
         if one.origin != BUILT_IN:
-            notes.add(f"{question.op}.{one.spec} is not built in: whoever uses the decisions needs it too")
+            notes.add(f"{question.op}.{one.spec} is not built in: users of the decisions need it too")
+    if question.facts.frozen and (len(by_name) < 2 or len({base_name(name) for name in by_name}) > 1):
+        notes.add(
+            "records not used: measured on frozen weights, where the choice is already made", len(records)
+        )
+        return None
     try:
         return question, contested(run, cell, by_name)
     except ValueError as error:
@@ -279,7 +291,8 @@ def _entry(answer: SizeDecision) -> dict[str, Any]:
     return {
         "op": answer.question.op,
         **{letter: getattr(facts, letter) for letter in "DFEK"},
-        **{name: getattr(facts, name) for name in ("dtype", "layout", "activation", "device")},
+        **{name: getattr(facts, name) for name in ("dtype", "layout", "activation", "device", "frozen")},
+        "load": answer.contests[-1].load,  # of few tokens every load looks even
         "threads": answer.question.threads,
         "workload": answer.question.workload,
         "overall": overall.implementation,
@@ -288,13 +301,21 @@ def _entry(answer: SizeDecision) -> dict[str, Any]:
         "by_tokens": [
             {
                 "T": contest.T,
-                "impl": contest.winner,
-                "ties": list(contest.ties[: decisions.MAX_TIES]),
-                "ratio": contest.ratios[contest.winner],
+                "impl": contest.chosen,
+                "ties": [name for name in contest.ties if name != contest.chosen][: decisions.MAX_TIES],
+                "ratio": contest.ratios[contest.chosen],
+                **_interval(contest),
+                "source": get_op(answer.question.op).source_hash(contest.chosen),
             }
             for contest in answer.contests
         ],
     }
+
+
+def _interval(contest: Contest) -> dict[str, float | None]:
+    one = contest.against_baseline.get(contest.chosen)
+    low, high = (None, None) if one is None else one.interval
+    return {"low": low, "high": high}
 
 
 def _is_text(text: str) -> bool:

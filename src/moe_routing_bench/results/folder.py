@@ -1,17 +1,16 @@
-"""The results folder: written by one Session at a time into a folder of its own, read by anybody.
+"""The results folder. Each Session writes into a folder of its own; anybody may read all of them.
 
-    DIR/environments/<sha256>.json           what the machine and its software were, once for each content
-    DIR/session=<id>/records.jsonl           one Record a line, appended and synced cell by cell; the truth
-    DIR/session=<id>/samples.f64             raw samples, little-endian float64; records say where theirs are
-    DIR/session=<id>/records.parquet         a flat copy for queries, see parquet.py
+    DIR/environments/<sha256>.json           the machine and its software, one file for each content
+    DIR/session=<id>/records.jsonl           one Record per line, written to disk after each cell; the
+    original DIR/session=<id>/samples.f64             raw samples, little-endian float64; records hold their
+    offsets DIR/session=<id>/records.parquet         a flat copy for queries, see parquet.py
 
-A killed writer leaves at most one line cut off, in its own file, which readers leave out. The code being
-measured runs as the same user and may try to write a better time into the file, so a session keeps a nameless
-copy of what it wrote; a file that differs from it is put aside and written again.
+If a writer is killed, at most the last line of its file is incomplete, and readers skip it. The measured code
+runs as the same user and could write a better time into the file. So a session keeps a second copy without a
+name. If the file differs from the copy, the session renames the file and writes it again.
 
-A results folder as runs of cells: which records were timed together, and on what machine.
-
-Which cases have a committed record: those in measurements/records/ of a checkout of this project.
+`Run` and `CellRun` say which records were timed together and on what machine. `measured_cases` lists the
+cases that have a committed record in measurements/records/.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from moe_routing_bench.core.text import one_line
 from moe_routing_bench.core.whole_files import sync_folder, write_whole
 from moe_routing_bench.results.parquet import fold, sources
 from moe_routing_bench.results.read import RECORDS, LeftOut, is_plain_file, read_records, session_folders
-from moe_routing_bench.results.record import Record, Samples, canonical_json, content_hash
+from moe_routing_bench.results.record import Record, SamplesFile, canonical_json, content_hash
 from moe_routing_bench.results.verify import SAMPLES
 
 ENVIRONMENTS = "environments"
@@ -51,10 +50,10 @@ PIECE_BYTES = 1 << 20
 
 
 class OwnFile:
-    """A file that only this process should write to, appended to piece by piece.
+    """A file that only this process should append to.
 
-    A second copy without a name, which nobody else can open by path, holds the same bytes: what others
-    change is noticed and undone. The copy is deleted when the session ends.
+    A second copy has no name, so no other process can open it by path. It holds the same bytes, so this class
+    notices changes by others and undoes them. The copy is deleted when the session ends.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,12 +68,12 @@ class OwnFile:
         return os.open(self.path, flags, 0o644)
 
     def append(self, data: bytes) -> None:
-        """In one write: a reader, or a crash, sees all lines, or the last one cut off."""
+        """Appends in one write, so that after a crash at most the last line is incomplete."""
         try:
             if self._copy.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             self._write(data)
-        except OSError:  # as if nothing had been written: the next cell may fit
+        except OSError:  # undo the partial write: the next cell may fit
             self._copy.truncate(self.size)
             self._copy.seek(self.size)
             raise
@@ -88,10 +87,10 @@ class OwnFile:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         self._stamp = self._look()
         if os.fstat(self._fd).st_size != before + len(data) or before != self.size:
-            self._stamp = None  # somebody wrote in between: look at every byte next time
+            self._stamp = None  # another process wrote meanwhile: read every byte next time
 
     def since(self, start: int) -> bytes:
-        """What was appended from byte `start` on, from the copy that nobody else can open."""
+        """Returns the bytes from `start` on, read from the copy that no other process can open."""
         return os.pread(self._copy.fileno(), self.size - start, start)
 
     def sync(self) -> None:
@@ -102,8 +101,8 @@ class OwnFile:
         self._copy.close()
 
     def changed(self, *, thorough: bool = False) -> str | None:
-        """What somebody else did to it, in a sentence. Unless thorough, bytes are read only if the system's
-        stamps moved; ctime is one of them, which a program cannot set back."""
+        """Returns a sentence that says how another process changed the file, or None. Unless thorough, it
+        reads the bytes only if the file's inode, size or times changed; a program cannot set back ctime."""
         if not thorough and self._stamp is not None and self._look() == self._stamp:
             return None
         try:
@@ -118,11 +117,11 @@ class OwnFile:
             return f"{self.path.name} was edited"
         if mine.st_size > self.size:
             return f"{mine.st_size - self.size:,} bytes were added to {self.path.name}"
-        self._stamp = self._look()  # touched, but its bytes are ours
+        self._stamp = self._look()  # its times changed but not its bytes
         return None
 
     def restore(self) -> None:
-        """Put what is there aside as <name>.tampered-N and write what was ours again."""
+        """Renames the changed file to <name>.tampered-N and writes our bytes again."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         os.close(self._fd)
         number = 1
@@ -130,7 +129,7 @@ class OwnFile:
             try:
                 self._fd = self._create()
                 break
-            except FileExistsError:  # the changed file, or what a tamperer still running puts there
+            except FileExistsError:  # the changed file, or one that a running tamperer made again
                 while (aside := self.path.with_name(f"{self.path.name}.tampered-{number}")).exists():
                     number += 1
                 self.path.rename(aside)
@@ -161,7 +160,7 @@ class Session:
         samples = session.put_samples([0.0101, 0.0099])
         session.append([Record(record_id=session.new_record_id(), session=session.id, ...)])
 
-    `repairs` holds a sentence for each time somebody else's changes were undone.
+    `repairs` holds a sentence for each change by another process that was undone.
     """
 
     def __init__(self, folder: Path, session: str) -> None:
@@ -180,7 +179,7 @@ class Session:
 
     @classmethod
     def start(cls, folder: Path | str) -> Session:
-        """A new session: its id is the UTC time to the millisecond and eight random digits, so ids sort."""
+        """Starts a session. Its id is the UTC time in milliseconds and eight random digits, so ids sort."""
         now = datetime.now(UTC)
         stamp = f"{now:%Y%m%dT%H%M%S}{now.microsecond // 1000:03d}"
         return cls(Path(folder), f"{stamp}-{secrets.token_hex(4)}")
@@ -198,8 +197,8 @@ class Session:
         return f"{self.id}-{self._numbers:06d}"
 
     def put_environment(self, document: Mapping[str, object]) -> str:
-        """Store the document if it is new; its hash, for `Record.environment`. Queries take the machine's
-        name from document["machine"]["name"] or document["name"]."""
+        """Stores the document if it is new and returns its hash for `Record.environment`. Queries take the
+        name of the machine from document["machine"]["name"] or document["name"]."""
         name = content_hash(document)
         path = self.root / ENVIRONMENTS / f"{name}.json"
         if not path.exists():
@@ -207,8 +206,9 @@ class Session:
             write_whole(path, canonical_json(document))
         return name
 
-    def put_samples(self, samples: ArrayLike) -> Samples:
-        """Append raw samples; where they are, for `Timing.of`. On disk once the cell's records are."""
+    def put_samples(self, samples: ArrayLike) -> SamplesFile:
+        """Appends raw samples and returns their place for `Timing.of`. They are on disk when `append`
+        returns."""
         values = np.ascontiguousarray(samples, dtype="<f8").ravel()
         if not values.size:
             raise ValueError("there are no samples to store")
@@ -217,7 +217,7 @@ class Session:
         offset = self._samples.size
         self._samples.append(data)
         self._unsynced_samples = True
-        return Samples(
+        return SamplesFile(
             file=f"{self.folder.name}/{SAMPLES}",
             offset=offset,
             count=values.size,
@@ -225,7 +225,7 @@ class Session:
         )
 
     def append(self, records: Sequence[Record]) -> None:
-        """All records of one cell, in one write, on disk when this returns."""
+        """Writes all records of one cell in one write. They are on disk when it returns."""
         foreign = [record.record_id for record in records if record.session != self.id]
         assert not foreign, f"records of another session: {foreign}"
         if not records:
@@ -233,7 +233,7 @@ class Session:
         lines = [record.line() for record in records]
         self._undo_tampering()
         self._records.append(b"".join(lines))
-        # side by side both syncs share one commit of the file system's journal
+        # if both syncs run at the same time, they share one commit of the file system's journal
         with ThreadPoolExecutor(1) as pool:
             samples = pool.submit(self._samples.sync) if self._unsynced_samples else None
             self._records.sync()
@@ -243,27 +243,28 @@ class Session:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Bytes of records and of samples so far."""
+        """The sizes of the records file and the samples file in bytes."""
         return self._records.size, self._samples.size
 
     def since(self, sizes: tuple[int, int]) -> tuple[bytes, bytes]:
-        """The records and samples that were added since there were so many bytes."""
+        """Returns the bytes of records and samples that were added after the files had these sizes."""
         return self._records.since(sizes[0]), self._samples.since(sizes[1])
 
     def tampered(self, *, thorough: bool = False) -> str | None:
-        """What somebody else did to this session's files, in a sentence. thorough reads every byte."""
+        """Returns a sentence that says how another process changed this session's files, or None. `thorough`
+        reads every byte."""
         sentences = [file.changed(thorough=thorough) for file in (self._records, self._samples)]
         return "; ".join(sentence for sentence in sentences if sentence) or None
 
     def repair(self) -> None:
-        """Put changed files aside as *.tampered-N and write again what this session wrote."""
+        """Renames changed files to *.tampered-N and writes the session's bytes again."""
         for file in (self._records, self._samples):
             if changed := file.changed(thorough=True):
                 file.restore()
                 self.repairs.append(f"{changed}; it was restored")
 
     def close(self) -> None:
-        """Look at every byte once more, repair what is not ours, and make the copy for queries."""
+        """Checks every byte, repairs changed files, and makes the copy for queries."""
         if self._closed:
             return
         self._closed = True
@@ -271,10 +272,10 @@ class Session:
             self.repair()
             self._samples.sync()
         except OSError as error:
-            self.repairs.append(f"the files could not be looked at once more: {error.strerror or error}")
+            self.repairs.append(f"the files could not be checked at the end: {error.strerror or error}")
         for file in (self._records, self._samples):
             file.close()
-        with duckdb.connect() as connection, suppress(OSError, duckdb.Error):  # a query makes it if need be
+        with duckdb.connect() as connection, suppress(OSError, duckdb.Error):  # else a query makes it
             for source in sources(connection, self.root):
                 if source.session == self.id and not source.is_current:
                     fold(connection, source)
@@ -285,16 +286,17 @@ class Session:
 
 
 def iterate(folder: Path | str, left_out: LeftOut | None = None) -> Iterator[Record]:
-    """Every record, streamed, oldest session first. Lines that are no records are added to left_out."""
+    """Yields every record, the oldest session first. Invalid lines are added to left_out."""
     left_out = LeftOut() if left_out is None else left_out
     for session, path in session_folders(Path(folder), left_out).items():
         yield from read_records(path / RECORDS, session, left_out)
 
 
 def samples_of(folder: Path | str, record: Record) -> NDArray[np.float64]:
-    """The raw samples behind a record, in seconds per call; ValueError if they are not what was written."""
+    """Returns the raw samples of a record in seconds per call. It raises a ValueError if they were
+    changed."""
     if record.timing is None:
-        raise ValueError(f"{record.record_id} has status {record.correctness.status} and so no samples")
+        raise ValueError(f"{record.record_id} has status {record.correctness.status}, so it has no samples")
     wanted = record.timing.samples
     path = Path(folder) / wanted.file
     if path.parent.is_symlink() or not is_plain_file(path):
@@ -306,13 +308,13 @@ def samples_of(folder: Path | str, record: Record) -> NDArray[np.float64]:
         file.seek(wanted.offset)
         data = file.read(length)
     if hashlib.sha256(data).hexdigest() != wanted.sha256:
-        raise ValueError(f"the samples of {record.record_id} in {path} are not those that were written")
+        raise ValueError(f"the samples of {record.record_id} in {path} were changed after they were written")
     return np.frombuffer(data, dtype="<f8").astype(np.float64)
 
 
 def environments(folder: Path | str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """(hash, document, its part about the machine) of every document that names a machine and whose content
-    has the hash in its name."""
+    """Yields (hash, document, its part about the machine) of every document that names a machine and whose
+    content has the hash in its file name."""
     home = Path(folder) / ENVIRONMENTS
     for path in sorted(home.glob("*.json")) if home.is_dir() else ():
         if not is_plain_file(path) or path.stat().st_size > MAX_ENVIRONMENT_BYTES:
@@ -332,7 +334,7 @@ def environments(folder: Path | str) -> Iterator[tuple[str, dict[str, Any], dict
 @dataclass(frozen=True, kw_only=True)
 class Environment:
     """Environment(machine="xeon-2-cores-24-gib-1f3a9c02", torch="2.13.0+cpu", python="3.12.3",
-    settings="OMP_NUM_THREADS=1"); known is False if the folder lacks the document; the fields then say so."""
+    settings="OMP_NUM_THREADS=1"). If the folder lacks the document, known is False and the fields say so."""
 
     machine: str
     torch: str
@@ -343,7 +345,7 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class CellRun:
-    """The records of one cell in the last session that measured it: their samples are paired by round."""
+    """The records of one cell in the last session that measured it. Their samples are paired by round."""
 
     key: str
     session: str
@@ -351,18 +353,18 @@ class CellRun:
 
     @cached_property
     def workload(self) -> tuple[str, int] | None:
-        """Spec and seed; None if every worker died before they were known."""
+        """The spec and seed. None if every worker died before it reported them."""
         asked = (record.experiment for record in self.records)
         known = [(one.workload, one.seed) for one in asked if one.workload is not None]
         return known[0] if known else None
 
     @cached_property
     def aa_floor(self) -> float:
-        """How far the baseline was from its own twin; 0 if no record says."""
+        """The noise floor: by how much two copies of the baseline differed. 0 if no record says so."""
         return max((r.comparison.aa_floor for r in self.records if r.comparison is not None), default=0.0)
 
     def baseline_of(self, record: Record) -> Record | None:
-        """The record of the baseline it was compared with; None for the baseline, or if it is not here."""
+        """Returns the record of its baseline. None for the baseline itself, or if the record is missing."""
         if record.comparison is None:
             return None
         baselines = [r for r in self.records if r.implementation.role == "baseline" and r.timing is not None]
@@ -383,8 +385,8 @@ class Run:
 
 
 def read_run(folder: Path | str, left_out: LeftOut) -> Run:
-    """The newest run of every cell. Those records are held in memory; older ones are dropped. ValueError if
-    all lines were left out."""
+    """Reads the newest run of every cell into memory and drops older runs. It raises a ValueError if no line
+    is valid."""
     newest: dict[str, str] = {}
     by_cell: dict[str, dict[object, Record]] = {}
     for record in iterate(folder, left_out):  # oldest session first
@@ -422,12 +424,12 @@ def _text(document: dict[str, Any], name: str) -> str:
     return one_line(value, 300) if isinstance(value, str) else "not known"
 
 
-# a package installed by pip has no such folder above it
+# this folder exists in a checkout, not in an installed package
 COMMITTED = Path(__file__).parents[3] / "measurements" / "records"
 
 
 def measured_cases(folder: Path = COMMITTED) -> set[str] | None:
-    """The names of cases with a time, full sizes alone; None if there are no committed records here."""
+    """Returns the names of cases in full size that have a time. None if there are no committed records."""
     if not folder.is_dir():
         return None
     measured = set()
@@ -447,7 +449,7 @@ Selection = Mapping[str, Collection[str] | None]  # session -> the ids of its re
 
 
 def copy_selected(folder: Path, target: Path, selection: Selection) -> None:
-    """Write the selected records into the empty folder `target`, with their samples and environments."""
+    """Copies the selected records with their samples and environments into the empty folder `target`."""
     if (folder / ENVIRONMENTS).is_dir():
         shutil.copytree(folder / ENVIRONMENTS, target / ENVIRONMENTS, symlinks=True)
     for session, source in session_folders(folder).items():
@@ -464,7 +466,7 @@ def copy_selected(folder: Path, target: Path, selection: Selection) -> None:
 
 
 def temporary_folder(stack: ExitStack) -> Path:
-    """A folder that is gone when the stack is closed."""
+    """Makes a folder that is deleted when the stack is closed."""
     folder = Path(tempfile.mkdtemp(prefix="mrb-results-"))
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
     return folder

@@ -1,15 +1,18 @@
-"""A metric over commits: series of like measurements, and the commits at which they step.
+"""A metric over commits: series of comparable measurements, and the commits at which their level changes.
 
-A series is one contender in one case on one machine, measured in one way. Its points are in the order in
-which their commits were first measured; several runs of a commit are one point, their median. A record of an
-installed package names no commit; its version and the hash of the contender's code stand for one. A step is a
-split of the series into two runs of points whose medians are apart by more than counts (2 %, or the noise
-floor of the runs) and by more than five standard errors of their difference; then each side is split again.
-A standard error comes from the differences of neighbours or from the points' own intervals, whichever is
-larger. Five, because every place is tried: of 300 series of 50 points of pure noise at most 3
-have a step (tests/results/test_history.py). One point is never a step: the next commit confirms it or not.
+A series is one implementation in one case on one machine, measured in one way. Its points are in the order in
+which their commits were first measured. Several runs of a commit become one point, their median. A record of
+an installed package names no commit, so its version and the hash of the implementation's code are used
+instead.
 
-Cost: a query over all records, then n log n splits of n points for each series.
+A step splits a series into two parts. Their medians differ by more than 2 % (or the noise floor, if that is
+larger) and by more than five standard errors of the difference. Then each part is split again in the same
+way. The standard error comes from the differences of neighbours or from the intervals of the points,
+whichever is larger. The factor is five because every place is tried: of 300 series of 50 points of pure noise
+at most 3 have a step (tests/results/test_history.py). One point is never a step; the next commit must confirm
+it.
+
+The cost is one query over all records, then n log n splits of n points for each series.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ from moe_routing_bench.results.same_case import SAME_CASE, in_sql, told_apart
 
 Metric: TypeAlias = Literal["ratio", "ms"]
 METRICS: dict[str, str] = {
-    "ratio": "time over the baseline's in the same rounds: what the machine did to both cancels",
-    "ms": "median milliseconds: also what the machine did that day",
+    "ratio": "time divided by the baseline's time in the same rounds, so the machine's speed cancels",
+    "ms": "median milliseconds, which also change with the machine's speed on that day",
 }
 MAX_POINTS = 400  # of a series, the newest
 STANDARD_ERRORS = 5.0
@@ -49,10 +52,11 @@ FROM records WHERE status = 'PASSED' AND role IN ('baseline', 'candidate') ORDER
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
-    """Point(commit="3f80af225a...", dirty=False, day="2026-11-16", value=0.81, error=0.004, floor=0.01, ...).
-    commit: or "0.3.1 5d2c1e0", version and code. error: the standard error of log(value) by its own interval.
-    method, place: what must not change between two points for a step to be the code's."""
+class CommitPoint:
+    """CommitPoint(commit="3f80af225a...", dirty=False, day="2026-11-16", value=0.81, error=0.004, ...).
+    commit: a hash, or version and code as in "0.3.1 5d2c1e0". error: the standard error of log(value) from
+    its interval. method, place: if they change between two points, a step may have another cause than the
+    code."""
 
     commit: str
     dirty: bool
@@ -74,7 +78,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """At points[at] the level changes: Step(at=7, before=1.0, after=1.06, kind="regression")."""
+    """A change of the level at points[at]: Step(at=7, before=1.0, after=1.06, kind="regression")."""
 
     at: int
     before: float
@@ -87,31 +91,31 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Series:
+class CaseHistory:
     where: str
-    contender: str
+    implementation: str
     machine: str
-    points: tuple[Point, ...]
+    points: tuple[CommitPoint, ...]
     steps: tuple[Step, ...]
 
     @property
     def method_changes(self) -> list[int]:
-        """Places of the points measured in another way than the one before."""
+        """The places of points that were measured in another way than the point before."""
         pairs = enumerate(pairwise(self.points), start=1)
         return [at for at, (one, other) in pairs if one.method != other.method]
 
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """series: those with the largest steps first. without: how many records name no commit."""
+    """All series, the ones with the largest steps first. without: the number of records without a commit."""
 
     metric: Metric
-    series: tuple[Series, ...]
+    series: tuple[CaseHistory, ...]
     without: int
     left_out: LeftOut
 
     @property
-    def steps(self) -> list[tuple[Series, Step]]:
+    def steps(self) -> list[tuple[CaseHistory, Step]]:
         return [(one, step) for one in self.series for step in one.steps]
 
 
@@ -120,7 +124,8 @@ def history(
     metric: Metric = "ratio",
     wanted: Callable[[str, str], bool] = lambda where, name: True,
 ) -> History:
-    """wanted: which series, by where and contender. ValueError if there are no times."""
+    """Reads the history of a folder. `wanted` selects series by case and implementation. It raises a
+    ValueError if there are no times."""
     left_out = LeftOut()
     names, rows = run_query(folder, ROWS, left_out)
     records = [dict(zip(names, row, strict=True)) for row in rows]
@@ -135,13 +140,13 @@ def history(
     series = []
     keys = [dict(zip(WHERE, key, strict=True)) for key in by_series]
     for key, more, mine in zip(keys, told_apart(keys, _named), by_series.values(), strict=True):
-        where, contender, machine = _named(key)
+        where, implementation, machine = _named(key)
         where += more
-        if wanted(where, contender):
+        if wanted(where, implementation):
             points = _points(mine, metric, torch, bases)[-MAX_POINTS:]
             series.append(
-                Series(
-                    where=where, contender=contender, machine=machine, points=tuple(points),
+                CaseHistory(
+                    where=where, implementation=implementation, machine=machine, points=tuple(points),
                     steps=tuple(_steps(points)),
                 )
             )  # fmt: skip
@@ -155,8 +160,8 @@ def _named(key: Mapping[str, Any]) -> tuple[str, str, str]:
     direction = "" if key["direction"] == "forward" else f" {key['direction']}"
     threads = "" if key["threads"] == 1 else f" {key['threads']} threads"
     where = f"{key['span']}{direction} {key['case']} {key['dtype']} {key['workload']}{threads}"
-    contender = " | ".join(filter(None, (key["impl"], key["layout"], key["router"], key["layer"])))
-    return where, contender, str(key["machine"])
+    implementation = " | ".join(filter(None, (key["impl"], key["layout"], key["router"], key["layer"])))
+    return where, implementation, str(key["machine"])
 
 
 def _points(
@@ -164,7 +169,7 @@ def _points(
     metric: Metric,
     torch: dict[str, str],
     bases: dict[tuple[str, str], str],
-) -> list[Point]:
+) -> list[CommitPoint]:
     by_commit: dict[tuple[str, bool], list[dict[str, Any]]] = {}
     for record in records:
         code = record["source_commit"] or f"{record['harness_version']} {record['source_hash'][:7]}"
@@ -180,7 +185,7 @@ def _points(
         ]
         base = (last["baseline"], bases.get((last["session"], last["cell_key"]))) if metric == "ratio" else ()
         points.append(
-            Point(
+            CommitPoint(
                 commit=commit, dirty=dirty, day=f"{mine[0]['created_at']:%Y-%m-%d}",
                 value=float(np.median(values)), error=float(np.median(errors)) if errors else 0.0,
                 floor=max(r["aa_floor"] or 0.0 for r in mine), runs=len(mine), source=last["source_hash"],
@@ -191,7 +196,7 @@ def _points(
     return points
 
 
-def _steps(points: Sequence[Point]) -> list[Step]:
+def _steps(points: Sequence[CommitPoint]) -> list[Step]:
     logs = np.log([point.value for point in points])
     bounds = [0, *sorted(_splits(points, logs, 0, len(points))), len(points)]
     levels = [float(np.median(logs[a:b])) for a, b in pairwise(bounds)]
@@ -204,9 +209,9 @@ def _steps(points: Sequence[Point]) -> list[Step]:
     return steps
 
 
-def _splits(points: Sequence[Point], logs: Any, start: int, end: int) -> list[int]:
-    """The place that leaves the least spread around two medians, if the two are far enough apart; then both
-    sides again."""
+def _splits(points: Sequence[CommitPoint], logs: Any, start: int, end: int) -> list[int]:
+    """Finds the place with the smallest spread around two medians, if the medians differ enough. Then it
+    splits both sides again."""
     if end - start < 4:
         return []
     part = logs[start:end]
@@ -215,7 +220,7 @@ def _splits(points: Sequence[Point], logs: Any, start: int, end: int) -> list[in
     at = places[int(np.argmin(spread))]
     left, right = part[:at], part[at:]
     apart = abs(float(np.median(right) - np.median(left)))
-    # from neighbours, so that further steps inside a side do not hide this one
+    # the noise comes from neighbours, so that other steps inside a side do not hide this one
     noise = _deviation(np.diff(part)) / math.sqrt(2)
     noise = max(noise, float(np.median([point.error for point in points[start:end]])))
     spread_of = (
@@ -232,7 +237,7 @@ def _splits(points: Sequence[Point], logs: Any, start: int, end: int) -> list[in
 
 
 def _deviation(around_zero: Any) -> float:
-    """A standard deviation that outliers do not move."""
+    """Estimates the standard deviation in a way that ignores outliers."""
     return 1.48 * float(np.median(np.abs(around_zero)))
 
 
@@ -240,8 +245,8 @@ def _spread(part: Any) -> float:
     return float(np.abs(part - np.median(part)).sum())
 
 
-def _kind(before: Point, after: Point, slower: bool) -> Kind:
-    """As for two runs: the machine before the method, the method before the code."""
+def _kind(before: CommitPoint, after: CommitPoint, slower: bool) -> Kind:
+    """The cause, as in compare.py: first the machine, then the method, then the code."""
     if before.place != after.place:
         return "other machine"
     if before.method != after.method:

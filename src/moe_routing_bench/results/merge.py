@@ -1,9 +1,9 @@
-"""merge: brings the sessions of several results folders into one, as `mrb sweep --shard` on many machines
-leaves them. A session appears whole or not at all, so an interrupted merge is repeated and goes on; one that
-has grown since the last merge is copied again.
+"""Copies the sessions of several results folders into one, for example after `mrb sweep --shard` on many
+machines.
 
-Folders come from anywhere: links are not followed, and only a session whose every record reads well is taken.
-Time and disk grow with the bytes copied; memory does not.
+A session appears completely or not at all, so an interrupted merge can be run again. A session that has grown
+since the last merge is copied again. The folders are not trusted: links are not followed, and a session is
+copied only if every record of it is valid. Time and disk space grow with the bytes copied; memory does not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moe_routing_bench.results.verify import SAMPLES
 FILES = (SAMPLES, RECORDS)  # in this order: a record must find its samples
 CELLS = """SELECT count(*), count(*) FILTER (sessions > 1) FROM
     (SELECT count(DISTINCT session) AS sessions FROM records GROUP BY cell_key)"""
-PARTS = ".merging-"  # a folder of this name is a session half copied; readers do not look into it
+PARTS = ".merging-"  # a folder with this prefix holds an incomplete session; readers ignore it
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Merged:
     """What happened to each session.
 
     Merged(copied=["20261116T..."], there=[...], refused=["FOLDER: session ...: why"], cells=60, twice=2)
-      two of the 60 cells were measured in more than one session; queries take the latest.
+      Two of the 60 cells were measured in more than one session; queries take the latest.
     """
 
     copied: list[str] = field(default_factory=list)
@@ -49,10 +49,10 @@ class Merged:
 
 
 def merge(sources: Sequence[Path], into: Path) -> Merged:
-    """ValueError if a source is no results folder or the target cannot be written to."""
+    """Merges. It raises a ValueError if a source is no results folder or the target cannot be written."""
     for source in sources:
         if source.resolve() == into.resolve():
-            raise ValueError(f"{into} is the folder to merge into and one of those to merge")
+            raise ValueError(f"{into} is both a source and the target; name another target")
     given = [(source, _sessions(source)) for source in sources]  # before anything is written
     merged = Merged()
     try:
@@ -69,7 +69,7 @@ def merge(sources: Sequence[Path], into: Path) -> Merged:
                 (merged.copied if is_new else merged.there).append(session)
     except OSError as error:
         raise ValueError(f"cannot write into {into}: {error.strerror or error}") from None
-    with views(into) as connection:  # which also makes the copies for queries
+    with views(into) as connection:  # this also makes the copies for queries
         row = connection.execute(CELLS).fetchone()
         assert row is not None
         merged.cells, merged.twice = row
@@ -77,7 +77,7 @@ def merge(sources: Sequence[Path], into: Path) -> Merged:
 
 
 def _sessions(source: Path) -> dict[str, Path]:
-    """Of a session and its copy under another name only one counts."""
+    """Returns the sessions of a folder. If a session has a copy under another name, only one counts."""
     sessions = session_folders(source)
     if not sessions:
         raise ValueError(f"there are no sessions in {source}: is it the --out of a sweep?")
@@ -85,16 +85,17 @@ def _sessions(source: Path) -> dict[str, Path]:
 
 
 def _take(session: str, folder: Path, into: Path, environments_there: set[str]) -> bool:
-    """Copy one session, unless it is there already; whether it was copied. ValueError: why it is refused."""
+    """Copies one session unless it exists, and returns whether it was copied. A ValueError says why a session
+    is refused."""
     there = into / folder.name
     if there.exists():
         if all(_begins_with(there / name, folder / name) for name in FILES):
             return False
         if not all(_begins_with(folder / name, there / name) for name in FILES):
-            raise ValueError(f"{into} has another session of this name, with other bytes")
+            raise ValueError(f"{into} has a different session of the same name")
     part = Path(tempfile.mkdtemp(prefix=PARTS, dir=into))
     try:
-        for name in reversed(FILES):  # its writer may be at work: samples of every line that is copied
+        for name in reversed(FILES):  # a running writer has samples of every copied line
             if is_plain_file(folder / name):
                 _copy(folder / name, part / name)
         for name in _environments_of(part / RECORDS, session, folder, environments_there):
@@ -115,10 +116,10 @@ def _take(session: str, folder: Path, into: Path, environments_there: set[str]) 
 
 
 def _environments_of(records: Path, session: str, source: Path, known: set[str]) -> set[str]:
-    """The machines that a session was measured on, if every record of it is good."""
+    """Returns the environments of a session, if every record of it is valid."""
     left_out = LeftOut()
     needed = {record.environment for record in read_records(records, session, left_out)}
-    # a killed writer leaves one line cut off, and its session is as good as before
+    # a killed writer leaves one incomplete line; the other lines are valid
     if bad := [sentence for sentence in left_out.first if not sentence.endswith(CUT_OFF)]:
         more = f" and {left_out.count - 1:,} more" if left_out.count > 1 else ""
         raise ValueError(f"{bad[0].replace(str(records.parent), str(source))}{more}")
@@ -128,7 +129,7 @@ def _environments_of(records: Path, session: str, source: Path, known: set[str])
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Whole and on disk, or not there."""
+    """Copies the whole file to disk, or nothing."""
     with (
         written_whole(target, sync=True) as part,
         source.open("rb") as reading,

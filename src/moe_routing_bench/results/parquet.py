@@ -1,11 +1,11 @@
-"""Records as flat rows in Parquet: what queries read instead of parsing JSON each time.
+"""Records as flat rows in Parquet. Queries read them instead of parsing JSON each time.
 
-session=<id>/records.parquet holds one row for each good line of records.jsonl beside it. It is a copy: the
-lines count, and a Parquet file that does not match them is made anew. So is one that was not made here: the
-file records.stamp holds the system's stamps of both files (inode, size, times; no program can set the time of
-the last change), which a file that was edited, replaced or brought from elsewhere does not have. Making it
-costs one validation of each line, two or three minutes for 10^6 records
-(`measurements/bench/results_scale.json`), once; later lines are added.
+`session=<id>/records.parquet` holds one row for each valid line of records.jsonl in the same folder. It is
+only a copy: a Parquet file that does not match the lines is made again. So is a file that was not made on
+this machine. The file records.stamp holds the inode, size and times of both files, and no program can set the
+time of the last change. So a file that was edited, replaced or copied does not match its stamp. Making the
+copy validates each line once, which takes two or three minutes for 10^6 records
+(`measurements/bench/results_scale.json`). Later lines are added.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ from moe_routing_bench.workloads.experiment import Experiment
 PARQUET = "records.parquet"
 STAMP = "records.stamp"
 ENTRY = "moe_routing_bench"
-# fewer new bytes than this are parsed by each query, about 0.1 s; more are added to the Parquet file
+# each query parses up to this many new bytes, which takes about 0.1 s; more are added to the Parquet file
 SMALL_TAIL = 2 << 20
-SETTLED_SECONDS = 600  # a file nobody wrote to for this long is finished, or its writer is dead
+SETTLED_SECONDS = 600  # after this time without a write a file is finished, or its writer is dead
 
 
 @dataclass(frozen=True)
 class Column:
-    """Column("median_ms", "DOUBLE", "timing.median", 1e3): the name in SQL, its type, where in a record."""
+    """A column: its name in SQL, its type, its place in a record and a factor:
+    Column("median_ms", "DOUBLE", "timing.median", 1e3)."""
 
     name: str
     type: str
@@ -54,7 +55,7 @@ SQL_TYPES: dict[Any, str] = {
     str: "VARCHAR", Status: "VARCHAR", bool: "BOOLEAN", int: "BIGINT", float: "DOUBLE", tuple: "VARCHAR[]",
     dict: "MAP(VARCHAR, DOUBLE)", AwareDatetime: "TIMESTAMP",  # UTC
 }  # fmt: skip
-# columns that are not called as the last part of their path; seconds of a kernel are columns in ms
+# columns whose name is not the last part of their path; seconds of a kernel become columns in ms
 NAMED = {
     **{f"experiment.{one.name}": facts.column for one, facts in axes_of(Experiment) if facts.column},
     "experiment.threads": "rank_threads",
@@ -72,14 +73,14 @@ NAMED = {
 }
 WITHOUT_COLUMN = (
     "schema_version", "log_tail", "timing.samples.file", "timing.samples.offset", "timing.samples.sha256",
-    "experiment.implementations", "experiment.include",
+    "experiment.implementations", "experiment.include", "profile",
 )  # fmt: skip
-# columns that version 2 had, and those that say the same
+# columns of version 2, and the columns that replace them
 COPIES = {"protocol_seed": "routing_seed", "routing_suite_version": "suite_version"}
 
 
 def columns_of(part: type[BaseModel], path: str = "") -> Iterator[Column]:
-    """A column for every field of a record, in the order of its parts."""
+    """Yields a column for every field of a record, in the order of its parts."""
     for name, field in part.model_fields.items():
         where, kind = path + name, _kind(field.annotation)
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -91,7 +92,7 @@ def columns_of(part: type[BaseModel], path: str = "") -> Iterator[Column]:
 
 
 def _kind(hint: Any) -> Any:
-    """The plain type of a field: float of Annotated[float, ...] | None."""
+    """Returns the plain type of a field: float for Annotated[float, ...] | None."""
     origin, inside = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _kind(inside[0])
@@ -107,8 +108,8 @@ COLUMNS_HASH = hashlib.sha256(repr(COLUMNS).encode()).hexdigest()
 
 @dataclass(frozen=True, kw_only=True)
 class Cover:
-    """Which lines a Parquet file holds: the first `covered` bytes of a records file, when it had `seen` bytes
-    (a line that was cut off is seen but not covered). sha256 is of the covered bytes."""
+    """The lines that a Parquet file holds: the first `covered` bytes of a records file that had `seen` bytes.
+    An incomplete line is seen but not covered. sha256 is the hash of the covered bytes."""
 
     columns: str = COLUMNS_HASH
     covered: int
@@ -121,11 +122,11 @@ class Cover:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a session's rows are: the Parquet file if it is usable, and the lines from byte `start` on."""
+    """The places of a session's rows: the Parquet file if it is valid, and the lines from byte `start` on."""
 
     session: str
     folder: Path
-    cover: Cover | None  # None: the Parquet file is absent, damaged or not of these lines
+    cover: Cover | None  # None: the Parquet file is missing, damaged or made from other lines
     size: int
 
     @property
@@ -149,18 +150,18 @@ class Source:
         return time.time() - self.lines.stat().st_mtime > SETTLED_SECONDS
 
     def left_out_before(self) -> LeftOut:
-        """What was left out before byte `start`, or of the whole file if the copy is current."""
+        """Returns what was left out before byte `start`, or in the whole file if the copy is current."""
         if self.cover is None:
             return LeftOut()
-        # a line that was cut off when the copy was made is looked at again
+        # a line that was incomplete when the copy was made is read again
         again = not self.is_current and self.cover.seen > self.cover.covered
         lines = self.cover.left_out - again
         return LeftOut(lines, list(self.cover.sentences[:lines]), list(self.cover.remarks))
 
 
 def compact(folder: Path | str, on_progress: Callable[[int, int], None] | None = None) -> int:
-    """Bring the Parquet file of every session up to date; how many were behind. on_progress gets (bytes
-    done, bytes in all) after each."""
+    """Updates the Parquet file of every session and returns how many were out of date. on_progress gets
+    (bytes done, total bytes) after each."""
     with duckdb.connect() as connection:
         behind = [source for source in sources(connection, Path(folder)) if not source.is_current]
         total, done = sum(source.size - source.start for source in behind), 0
@@ -175,7 +176,7 @@ def compact(folder: Path | str, on_progress: Callable[[int, int], None] | None =
 def sources(
     connection: duckdb.DuckDBPyConnection, folder: Path, left_out: LeftOut | None = None
 ) -> list[Source]:
-    """Every session; left_out gets a remark for each that is only a copy of another."""
+    """Returns every session. left_out gets a remark for each session that is only a copy of another."""
     sessions = session_folders(folder, left_out)
     covers = _read_covers(connection, [path / PARQUET for path in sessions.values()])
     return [_source(session, path, covers.get(path / PARQUET)) for session, path in sessions.items()]
@@ -191,18 +192,18 @@ def _source(session: str, folder: Path, cover: Cover | None) -> Source:
         elif size < cover.seen or _sha256(folder / RECORDS, cover.covered) != cover.sha256:
             cover = None
         elif size == cover.seen:
-            with suppress(OSError):  # a folder that may only be read is hashed each time
+            with suppress(OSError):  # a read-only folder is hashed each time
                 _note(folder, stamp[-1])
     return Source(session=session, folder=folder, cover=cover, size=size)
 
 
 def _stamp(folder: Path) -> list[list[int]]:
-    """The stamp of the Parquet file, then of the lines; of what is there."""
+    """Returns the stamps of the Parquet file and of the lines, if they exist."""
     return [stamp for name in (PARQUET, RECORDS) if (stamp := stamp_of(folder / name))]
 
 
 def stamp_of(path: Path) -> list[int]:
-    """[inode, size, modified, changed]; empty if there is no such file."""
+    """Returns [inode, size, modified, changed], or an empty list if there is no such file."""
     try:
         status = path.lstat()
     except OSError:
@@ -226,7 +227,7 @@ def _noted(folder: Path) -> list[Any]:
 
 
 def fold(connection: duckdb.DuckDBPyConnection, source: Source) -> Source:
-    """Write the session's Parquet file: the rows it has, then the new lines; renamed when whole."""
+    """Writes the session's Parquet file with its old rows and the new lines, and renames it when complete."""
     before, lines_before = source.lines.stat(), _stamp(source.folder)[-1]
     end = end_of_last_line(source.lines, before.st_size)
     left_out = source.left_out_before()
@@ -252,12 +253,12 @@ def fold(connection: duckdb.DuckDBPyConnection, source: Source) -> Source:
                 f"COPY ({select}) TO {quoted(part)} (FORMAT parquet, COMPRESSION zstd, "
                 f"KV_METADATA {{{ENTRY}: {quoted(json.dumps(asdict(cover)))}}})"
             )
-    _note(source.folder, lines_before)  # an edit of the lines from here on does not have this stamp
+    _note(source.folder, lines_before)  # a later edit of the lines does not match this stamp
     return Source(session=source.session, folder=source.folder, cover=cover, size=before.st_size)
 
 
 def write_rows(path: Path, records: Iterable[Record]) -> None:
-    """Records for `select_rows`: written anew, so that SQL sees what the schema saw and nothing else."""
+    """Writes records for `select_rows`, so that SQL reads only what the schema has checked."""
     with path.open("wb") as file:
         for record in records:
             file.write(record.model_copy(update={"repro": command_of(record)}).line())
@@ -299,7 +300,7 @@ def quoted(text: object) -> str:
 
 
 def glob_free(path: Path) -> str:
-    """The path with *, ? and [ meaning themselves."""
+    """Returns the path with *, ? and [ escaped."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in str(path))
 
 
@@ -350,7 +351,7 @@ def _chunks(path: Path, stop: int) -> Iterator[bytes]:
 
 
 def end_of_last_line(path: Path, size: int) -> int:
-    """The byte after the last newline within the first `size` bytes."""
+    """Returns the position after the last newline within the first `size` bytes."""
     with path.open("rb") as file:
         while size > 0:
             begin = max(0, size - (1 << 16))

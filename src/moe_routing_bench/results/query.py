@@ -1,14 +1,14 @@
 """SQL over a results folder: the views `records` and `latest`, the tables `trainings` and `left_out`.
 
-Rows come from the Parquet copies of parquet.py and, for newer lines, from the lines; or from
-the files of rows.py. A query sees copies of these files in a folder of its own, gone with the connection, and
-nothing else: no other file, no network, no settings. So even a way to write that nobody thought of changes
-nothing. Where copying would take long, it reads the files themselves, in a process of its own that may not
-write a byte into any file. Its time, memory, rows and text are limited.
+Rows come from the Parquet copies of parquet.py, from lines that are newer than the copies, or from the files
+of rows.py. A query reads copies of these files in a private folder, which is deleted with the connection. It
+cannot open another file, use the network or change settings, so a query that finds a way to write changes
+nothing. If copying would take long, the query reads the files themselves in a process that cannot write to
+any file. Its time, memory, rows and text are limited.
 
-Cost: a query reads the columns it names of all rows, so time grows linearly, as
-`measurements/fleet/growth.json` shows for 10^6 to 10^8 records. A median holds 8 bytes a row; `latest` holds
-a few bytes of every cell, and the records of cells that were measured more than once.
+A query reads the columns that it names from all rows, so its time grows linearly:
+`measurements/fleet/growth.json` shows it for 10^6 to 10^8 records. A median needs 8 bytes per row. `latest`
+needs a few bytes per cell and the records of cells that were measured more than once.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from moe_routing_bench.results.parquet import (
 from moe_routing_bench.results.read import TRAININGS, LeftOut, is_plain_file, read_records
 from moe_routing_bench.results.rows import is_rows_copy, usable
 
-MEMORY_LIMIT = "2GB"  # of what DuckDB counts; it does not count long texts
-MAX_COPIED_BYTES = 1 << 30  # of Parquet files; copying as many takes about a second
-MAX_PROCESS_BYTES = 3 << 30  # that a query may add to this process, counted or not
+MEMORY_LIMIT = "2GB"  # DuckDB does not count long texts in it
+MAX_COPIED_BYTES = 1 << 30  # of Parquet files; copying this many takes about a second
+MAX_PROCESS_BYTES = 3 << 30  # a query may add this much to the process, with what DuckDB does not count
 MAX_SECONDS = 60.0
 MAX_QUERY_LETTERS = 20_000
 MAX_ROWS = 1_000_000
@@ -62,8 +62,8 @@ ONE_SELECT = (
     "a query is one statement that begins with SELECT, WITH, FROM, DESCRIBE or SUMMARIZE, "
     "for example: SELECT impl, median(median_ms) FROM records GROUP BY impl"
 )
-# Most cells were measured once. Which were not is asked with a few bytes a cell, where two cells of one hash
-# do no harm; only their records are put side by side.
+# Most cells were measured once. The others are found with a few bytes per cell; two cells with the same hash
+# do no harm. Only the records of these cells are compared.
 LATEST = """CREATE VIEW latest AS
 WITH again(cell) AS MATERIALIZED (
     SELECT hash(cell_key) FROM records GROUP BY hash(cell_key)
@@ -73,31 +73,31 @@ SELECT * FROM records WHERE hash(cell_key) NOT IN (SELECT cell FROM again) OR re
     WHERE hash(cell_key) IN (SELECT cell FROM again)
     GROUP BY cell_key, impl, layout, router, layer, role)"""
 Answer: TypeAlias = tuple[list[str], list[tuple[Any, ...]], list[tuple[Any, ...]]]
-# columns of `records` beside COLUMNS, from the environment of a record
+# more columns of `records`; they come from the environment of a record
 JOINED = (("machine", "VARCHAR"), ("source_commit", "VARCHAR"), ("source_dirty", "BOOLEAN"))
-# what a spreadsheet may take for a formula, in full width too; and ' itself, so that it can be undone
+# texts that a spreadsheet may take for a formula, in full width too, and texts that begin with '
 FORMULA = r"^(\s*[=+@\x{FF1D}\x{FF0B}\x{FF20}\x{FF0D}-]|[\t\r\n'])"
 
 
 @contextmanager
 def views(folder: Path | str) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A locked connection with the views, for queries of our own. `SELECT * FROM left_out` shows which lines
-    are no records."""
+    """Opens a locked connection with the views, for our own queries. `SELECT * FROM left_out` shows the lines
+    that are no records."""
     with _locked(folder) as (connection, _):
         yield connection
 
 
 @contextmanager
 def connect(folder: Path | str) -> Iterator[duckdb.DuckDBPyConnection]:
-    """The same for queries of others. If the results are large, this process cannot write into any file until
-    it is closed, so `run_query` does that in another one."""
+    """Opens a connection for a user's queries. If the results are large, this process cannot write to any
+    file until the connection is closed, so `run_query` opens it in another process."""
     with _locked(folder) as (connection, copied), nullcontext() if copied else _no_writes():
         yield connection
 
 
 @contextmanager
 def _locked(folder: Path | str) -> Iterator[tuple[duckdb.DuckDBPyConnection, bool]]:
-    """A connection, and whether it reads copies only."""
+    """Yields a connection and whether it reads only copies."""
     with tempfile.TemporaryDirectory(prefix="mrb-query-") as private:
         connection, parquets = _open(Path(folder).resolve(), Path(private))
         allowed = ", ".join(quoted(name) for path in parquets for name in {str(path), glob_free(path)})
@@ -115,7 +115,7 @@ def _locked(folder: Path | str) -> Iterator[tuple[duckdb.DuckDBPyConnection, boo
 def run_query(
     folder: Path | str, sql: str, left_out: LeftOut | None = None
 ) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """The column names and rows of one SELECT; ValueError with one sentence if it cannot be answered."""
+    """Returns the column names and rows of one SELECT. A ValueError says in one sentence why it failed."""
     if len(sql) > MAX_QUERY_LETTERS:
         raise ValueError(f"the query has {len(sql):,} letters, over the limit of {MAX_QUERY_LETTERS:,}")
     if re.search("[\ud800-\udfff]", sql):
@@ -129,7 +129,7 @@ def run_query(
 
 
 def _answer(connection: duckdb.DuckDBPyConnection, sql: str) -> Answer:
-    """Column names, rows, and what the table `left_out` says."""
+    """Returns column names, rows, and the content of the table `left_out`."""
     try:
         statement = _one_select(connection, sql)
         with _limited(connection):
@@ -143,14 +143,14 @@ def _answer(connection: duckdb.DuckDBPyConnection, sql: str) -> Answer:
     except MemoryError:
         raise ValueError("the query needs too much memory; ask for less") from None
     except duckdb.Error as error:
-        if "bad_alloc" in str(error):  # met while it was making another error's message
+        if "bad_alloc" in str(error):  # seen while DuckDB made the message of another error
             raise ValueError("the query needs too much memory; ask for less") from None
         raise ValueError(_sentence(error)) from None
     return columns, rows, connection.execute("SELECT lines, sentences FROM left_out").fetchall()
 
 
 def _answer_of_a_process(folder: Path | str, sql: str) -> Answer:
-    """The limit on writing is one of a whole process, and this one may have other things to write."""
+    """Answers in another process, because the limit on writing holds for a whole process."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_send_answer, args=(theirs, str(folder), sql), daemon=True)
@@ -172,7 +172,7 @@ def _answer_of_a_process(folder: Path | str, sql: str) -> Answer:
 
 
 def _send_answer(pipe: Connection, folder: str, sql: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     try:
         with _locked(folder) as (connection, _), _no_writes():
             pipe.send(_answer(connection, sql))
@@ -181,7 +181,7 @@ def _send_answer(pipe: Connection, folder: str, sql: str) -> None:
 
 
 def _one_select(connection: duckdb.DuckDBPyConnection, sql: str) -> duckdb.Statement:
-    """The statement, if every part of it only reads."""
+    """Returns the statement if every part of it only reads."""
     statements = connection.extract_statements(sql)
     if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
         raise ValueError(ONE_SELECT)
@@ -216,7 +216,7 @@ def _rows(connection: duckdb.DuckDBPyConnection) -> list[tuple[Any, ...]]:
 
 @contextmanager
 def _limited(connection: duckdb.DuckDBPyConnection) -> Iterator[None]:
-    """Inside, a query is stopped after MOST_SECONDS, and memory beyond MOST_PROCESS_BYTES is refused."""
+    """Stops a query after MAX_SECONDS, and refuses memory beyond MAX_PROCESS_BYTES."""
     timer = threading.Timer(MAX_SECONDS, connection.interrupt)
     timer.daemon = True
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -237,7 +237,7 @@ def _limited(connection: duckdb.DuckDBPyConnection) -> Iterator[None]:
 
 @contextmanager
 def _no_writes() -> Iterator[None]:
-    """Inside, this process cannot write into a file: Python ignores the signal, so the write fails."""
+    """Stops this process from writing to files. Python ignores the signal, so the write fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
@@ -247,13 +247,13 @@ def _no_writes() -> Iterator[None]:
 
 
 def export_parquet(folder: Path | str, target: Path | str) -> int:
-    """Write all records as one Parquet file with the columns of `records`; how many."""
+    """Writes all records into one Parquet file with the columns of `records`, and returns their number."""
     return _export(folder, Path(target), "*", "FORMAT parquet, COMPRESSION zstd")
 
 
 def export_csv(folder: Path | str, target: Path | str) -> int:
-    """The same as CSV: lists and maps as JSON, and a ' before text that a spreadsheet may take for a formula,
-    or that begins with one."""
+    """Writes all records as CSV, with lists and maps as JSON. A ' stands before text that a spreadsheet may
+    take for a formula or that begins with a '."""
     columns = []
     for name, sql_type in (*((column.name, column.type) for column in COLUMNS), *JOINED):
         cell = f'"{name}"'
@@ -281,8 +281,8 @@ def _export(folder: Path | str, target: Path, columns: str, form: str) -> int:
 
 
 def _open(folder: Path, private: Path | None) -> tuple[duckdb.DuckDBPyConnection, list[Path]]:
-    """The views, not locked yet, and the Parquet files they read: copies in the folder `private` if given and
-    if they are small enough."""
+    """Opens a connection that is not locked yet, and returns the Parquet files it reads. If the folder
+    `private` is given and the files are small enough, they are copies in it."""
     connection = duckdb.connect(
         config={
             "memory_limit": MEMORY_LIMIT,
@@ -321,7 +321,7 @@ def _open(folder: Path, private: Path | None) -> tuple[duckdb.DuckDBPyConnection
         )
     except duckdb.Error as error:
         raise ValueError(
-            f"{_sentence(error)}; delete the records.parquet files, they are only copies"
+            f"{_sentence(error)}; delete the records.parquet files: they are only copies"
         ) from None
     connection.execute(LATEST)
     _add_trainings(connection, folder)
@@ -329,7 +329,7 @@ def _open(folder: Path, private: Path | None) -> tuple[duckdb.DuckDBPyConnection
 
 
 def _add_trainings(connection: duckdb.DuckDBPyConnection, folder: Path) -> None:
-    """The table `trainings`, if the folder holds training runs."""
+    """Adds the table `trainings` if the folder holds training runs."""
     if not is_plain_file(folder / TRAININGS):
         return
     left_out = LeftOut()
@@ -344,7 +344,8 @@ def _add_trainings(connection: duckdb.DuckDBPyConnection, folder: Path) -> None:
 
 
 def _joined(document: dict[str, Any], machine: dict[str, Any]) -> tuple[str, str | None, bool | None]:
-    """The values of JOINED. Anybody may have written the document; older ones do not name their source."""
+    """Returns the values of JOINED. Anybody may have written the document. Older ones do not name a
+    commit."""
     source = document.get("source")
     given = source if isinstance(source, dict) else {}
     commit, dirty = given.get("commit"), given.get("dirty")
@@ -353,12 +354,12 @@ def _joined(document: dict[str, Any], machine: dict[str, Any]) -> tuple[str, str
 
 
 def _load(connection: duckdb.DuckDBPyConnection, source: Source) -> Source:
-    """Add what the Parquet copy lacks: to the copy if it is much or settled, else to `fresh`."""
+    """Adds new lines to the Parquet copy if they are many or the file is finished, else to `fresh`."""
     if not source.is_current and (source.size - source.start > SMALL_TAIL or source.settled):
         try:
             source = fold(connection, source)
         except (OSError, duckdb.IOException, duckdb.PermissionException):
-            pass  # a folder that may only be read: its lines are parsed each time
+            pass  # in a read-only folder the lines are parsed each time
     left_out = source.left_out_before()
     if not source.is_current:
         with tempfile.TemporaryDirectory() as scratch:
@@ -391,6 +392,6 @@ def _add_left_out(noted: list[tuple[Any, ...]], left_out: LeftOut) -> None:
 
 
 def _sentence(error: duckdb.Error) -> str:
-    """DuckDB's message without the picture of the query below it."""
+    """Returns DuckDB's message without the copy of the query below it."""
     text = re.split(r"\n\s*\n|\nLINE ", str(error))[0]
     return one_line(text, 500) or "the query failed"

@@ -1,6 +1,6 @@
-"""Reading a folder's records line by line. Anybody may have written them: a bad line becomes a sentence.
+"""Reads the records of a folder line by line. Anybody may have written them: a bad line becomes a sentence.
 
-How many records there are: one notion for every command that says a number.
+`RecordCount` counts records in the same way for every command.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from moe_routing_bench.results.verify import SAMPLES, whats_wrong
 RECORDS = "records.jsonl"
 TRAININGS = "trainings.jsonl"  # see training.py
 CUT_OFF = "the last line was cut off while it was written"
-BATCH_RECORDS = 256  # held against their samples at once
+BATCH_RECORDS = 256  # verified against their samples at once
 BATCH_SAMPLES = 1 << 22
 
 
 @dataclass
 class LeftOut:
-    """Lines that are no records: how many, and a sentence about each of the first few. remarks: what else a
-    reader must know of the records that are left."""
+    """Lines that are no records: their number, and a sentence about each of the first few. remarks: what else
+    a reader must know about the remaining records."""
 
     MAX_SENTENCES = 20
     count: int = 0
@@ -47,10 +47,10 @@ class LeftOut:
 def read_records(
     path: Path, session: str, left_out: LeftOut, *, start: int = 0, stop: int | None = None
 ) -> Iterator[Record]:
-    """The records of one file, streamed, from byte `start` (the beginning of a line) up to `stop`.
+    """Yields the records of one file from byte `start` (the beginning of a line) up to `stop`.
 
-    A last line without a newline was cut off while it was written and is left out, as is every bad line, and
-    every record that says something else than its samples.
+    It leaves out bad lines, records that contradict their samples, and a last line without a newline, which
+    was cut off while it was written.
     """
     samples = path.with_name(SAMPLES)
     if not is_plain_file(samples):
@@ -71,7 +71,7 @@ def read_records(
 
 
 def _batches(parsed: Iterator[tuple[str, Record]]) -> Iterator[list[tuple[str, Record]]]:
-    """Many records at once, the records of a cell together."""
+    """Groups records into batches and keeps the records of a cell together."""
     batch: list[tuple[str, Record]] = []
     samples = 0
     for where, record in parsed:
@@ -88,7 +88,7 @@ def _batches(parsed: Iterator[tuple[str, Record]]) -> Iterator[list[tuple[str, R
 def _parsed(
     path: Path, session: str, left_out: LeftOut, start: int, stop: int | None
 ) -> Iterator[tuple[str, Record]]:
-    """(where it stands, record) of each good line."""
+    """Yields (place, record) for each valid line."""
     with path.open("rb") as file:
         file.seek(start)
         at = start
@@ -120,12 +120,12 @@ def _parsed(
 
 
 def session_folders(folder: Path, left_out: LeftOut | None = None) -> dict[str, Path]:
-    """Session id -> its folder, oldest first, if it has a records file. Links are not followed. Of a session
-    and its copies the longest counts; left_out gets a remark for each of the others."""
+    """Returns {session id: folder} for each folder with a records file, oldest first. Links are not followed.
+    If a session has copies, only the longest counts, and left_out gets a remark for each of the others."""
     if not folder.is_dir():
         raise ValueError(f"there is no results folder {folder}; mrb bench layer --out {folder} makes one")
     folders: dict[str, Path] = {}
-    known: dict[str, tuple[bool, int, str]] = {}  # by content: does it name itself, its size, its id
+    known: dict[str, tuple[bool, int, str]] = {}  # by content: does its name match, its size, its id
     for path in sorted(folder.iterdir()):
         name = re.fullmatch(f"session=({SESSION})", path.name)
         if not (name and stat.S_ISDIR(path.lstat().st_mode) and is_plain_file(path / RECORDS)):
@@ -147,8 +147,8 @@ def session_folders(folder: Path, left_out: LeftOut | None = None) -> dict[str, 
 
 
 def _beginning(path: Path) -> tuple[str, str]:
-    """A hash of what a session begins with, whatever it is called, and what its first record calls it: a copy
-    begins with the same. Empty if its first line is no record."""
+    """Returns a hash of the first record without the session's name, and that name. A copy of a session has
+    the same hash. Both are empty if the first line is no record."""
     with path.open("rb") as file:
         line = file.readline(MAX_LINE_BYTES)
     try:
@@ -162,37 +162,40 @@ def _beginning(path: Path) -> tuple[str, str]:
 
 
 def is_plain_file(path: Path) -> bool:
-    """A file and neither a link, which may lead out of the folder, nor a pipe, which may never end."""
+    """Returns whether it is a file, and not a link (it may lead out of the folder) or a pipe (it may never
+    end)."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
         return False
 
 
-CONTENDERS = ("baseline", "candidate")
+OWN_ROLES = ("baseline", "candidate")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordCount:
-    """RecordCount(contenders=12, again=6): 18 records, one line of a results folder each.
+    """The number of records, each a line of a results folder: RecordCount(implementations=12, again=6) is 18.
 
-    again: of a cell's baseline, timed a second time (twin) or beside code from outside.
+    again: records of a baseline that was timed a second time for noise, or next to code from outside.
     """
 
-    contenders: int
+    implementations: int
     again: int
 
     @staticmethod
     def of(roles: Mapping[str, int]) -> RecordCount:
-        contenders = sum(rows for role, rows in roles.items() if role in CONTENDERS)
-        return RecordCount(contenders=contenders, again=sum(roles.values()) - contenders)
+        implementations = sum(rows for role, rows in roles.items() if role in OWN_ROLES)
+        return RecordCount(implementations=implementations, again=sum(roles.values()) - implementations)
 
     @property
     def records(self) -> int:
-        return self.contenders + self.again
+        return self.implementations + self.again
 
     def __add__(self, other: RecordCount) -> RecordCount:
-        return RecordCount(contenders=self.contenders + other.contenders, again=self.again + other.again)
+        return RecordCount(
+            implementations=self.implementations + other.implementations, again=self.again + other.again
+        )
 
     def __str__(self) -> str:
         word = "record" if self.records == 1 else "records"
@@ -201,4 +204,8 @@ class RecordCount:
         return f"{self.records:,} {word}, {self.again:,} of them of baselines timed again to show the noise"
 
     def to_dict(self) -> dict[str, int]:
-        return {"records": self.records, "contenders": self.contenders, "baselines_again": self.again}
+        return {
+            "records": self.records,
+            "implementations": self.implementations,
+            "baselines_again": self.again,
+        }

@@ -26,7 +26,7 @@ from moe_routing_bench.core.machine import Machine
 from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.core.text import one_line
 from moe_routing_bench.results.folder import environments, iterate, samples_of
-from moe_routing_bench.results.record import Comparison, Record
+from moe_routing_bench.results.record import ComparisonFacts, Record
 from moe_routing_bench.results.repeating import command_of, measurable
 from moe_routing_bench.workloads.axes import axes_of
 from moe_routing_bench.workloads.experiment import Experiment
@@ -177,7 +177,7 @@ def _compared(
         pairs, _paired(twin, baseline, baseline, seconds), target=TARGET if target is None else target
     )
     for record, compared in zip([*candidates, twin], found, strict=True):
-        derived = Comparison.of(baseline.implementation.label, compared, compared.aa_floor)
+        derived = ComparisonFacts.of(baseline.implementation.label, compared, compared.aa_floor)
         for name, value in dict(derived).items():
             stated = getattr(record.comparison, name)
             if _differs(stated, value):
@@ -224,8 +224,10 @@ def _paired(record: Record, partner: Record, baseline: Record, seconds: Mapping[
 
 def _too_fast(timed: Sequence[Record]) -> Iterator[tuple[Record, str]]:
     """Code from outside faster than the machine would not have passed."""
-    contenders = [one for one in timed if one.implementation.role in ("baseline", "candidate")]
-    by_name = {one.record_id: one for one in contenders if one.timing is not None and one.work is not None}
+    implementations = [one for one in timed if one.implementation.role in ("baseline", "candidate")]
+    by_name = {
+        one.record_id: one for one in implementations if one.timing is not None and one.work is not None
+    }
     outside = {name for name, one in by_name.items() if not is_ours(one.implementation.origin)}
     times = {name: one.timing.median for name, one in by_name.items() if one.timing is not None}
     floors = {name: one.work.floor_seconds for name, one in by_name.items() if one.work is not None}

@@ -1,12 +1,13 @@
-"""One line of results: Record, its parts, and parse_record for lines that anybody may have written.
+"""The schema of one line of results: Record and its parts. parse_record reads lines that anybody may have
+written.
 
-A record holds its experiment, what was measured and how, and what came of it. The schema itself refuses a
-time without a passed check.
+A record holds its experiment, the way it was measured, and the results. The schema refuses a time without a
+passed check.
 
-Files are never changed: lines of older versions stay as they were written, and are migrated each time they
-are read. Version 2 (November 2026) has all fields that version 1 came to have over time, and `engine` and
-`cell_seconds`; all records of a cell have one `created_at`. Version 3 has the whole experiment in one part.
-An axis that an older record does not have is None.
+Files are never changed: lines of older versions stay as they are and are migrated each time they are read.
+Version 2 (November 2026) has all fields that were added to version 1 over time, and also `engine` and
+`cell_seconds`; all records of a cell have the same `created_at`. Version 3 has the whole experiment in one
+part. An axis that an older record does not have is None.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if TYPE_CHECKING:  # it imports scipy.stats, which takes longer than most querie
 
 SCHEMA_VERSION = 3
 MAY_BE_OLD = re.compile(rb'"schema_version"\s*:\s*[12]\b')
-# by part of a record, what it may lack in version 1, and what that meant
+# for each part of a record: the fields that version 1 may lack, and the value they have then
 VERSION_1: dict[str, dict[str, Any]] = {
     "": {"engine": "", "cell_seconds": None},
     "what": {"router": "", "layer": ""},
@@ -57,7 +58,8 @@ VERSION_1: dict[str, dict[str, Any]] = {
 
 
 def newest(line: bytes) -> bytes | str:
-    """A line of version 1 or 2 as one of version 3; any other as it is. It may be wrong in all other ways."""
+    """Migrates a line of version 1 or 2 to version 3 and returns any other line unchanged. It checks nothing
+    else."""
     if not MAY_BE_OLD.search(line):
         return line
     try:
@@ -75,7 +77,8 @@ def newest(line: bytes) -> bytes | str:
 
 
 def _to_version_3(record: dict[str, Any]) -> None:
-    """Moves fields to where version 3 has them. What cannot be moved stays, and is refused where it is."""
+    """Moves fields to their place in version 3. A field that cannot be moved stays, and the schema refuses
+    it."""
     if "experiment" in record:
         return
     what, workload, protocol, implementation = (
@@ -115,18 +118,20 @@ def _move(source: dict[str, Any], target: dict[str, Any], *names: str) -> None:
 
 MAX_LINE_BYTES = 64 * 1024
 MAX_LOG = 2_000
+MAX_OPERATIONS = 32
 DEFAULT_ROUTER = "softmax_topk"
+TUNING = "tune"  # the suite of records that `mrb tune layer` and `mrb tune op` write
 SETTING = ("layout", "router", "layer")
 SESSION = r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}"
 
 
 def _in_utc(at: datetime) -> datetime:
-    if not 2000 <= at.year < 9999:  # the very ends of the calendar cannot be moved to UTC
+    if not 2000 <= at.year < 9999:  # the first and last day of the calendar have no UTC time
         raise ValueError("must be a year from 2000 to 9998")
     return at.astimezone(UTC)
 
 
-# one line without control characters: it reaches terminals and tables
+# one line without control characters, because terminals and tables show it
 Name = Annotated[str, Field(max_length=300, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Sentence = Annotated[str, Field(max_length=2_000, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Log = Annotated[str, Field(max_length=MAX_LOG, pattern=r"^[^\x00-\x08\x0b-\x1f\x7f]*$")]  # tabs, newlines
@@ -140,16 +145,16 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Moment = Annotated[AwareDatetime, AfterValidator(_in_utc)]
 
 
-class Part(BaseModel):
-    """What every part of a record keeps to: nothing unknown, nothing infinite, no conversions."""
+class RecordPart(BaseModel):
+    """The base of every part of a record. It refuses unknown fields, infinite numbers and wrong types."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True
     )
 
 
-class RecordedImplementation(Part):
-    """An ImplementationRef."""
+class RecordedImplementation(RecordPart):
+    """An ImplementationRef in a record."""
 
     name: Name
     layout: Name
@@ -168,27 +173,28 @@ CHECKED: dict[Any, Any] = {
 }
 
 
-def _recorded_experiment() -> type[Part]:
-    """A part with every axis of an experiment; those that version 2 did not have may be absent."""
+def _recorded_experiment() -> type[RecordPart]:
+    """Makes a part with every axis of an experiment. Axes that version 2 did not have may be missing."""
     types = {**get_type_hints(Experiment), "seed": Count}
     shape: dict[str, Any] = {}
     for one, facts in axes_of(Experiment):
         kind = CHECKED.get(types[one.name], types[one.name])
         kind = kind if facts.choices is None else Literal[tuple(facts.choices)]
         shape[one.name] = (kind | None, None) if facts.since > 2 else (kind, ...)
-    return create_model("RecordedExperiment", __base__=Part, __module__=__name__, **shape)
+    return create_model("RecordedExperiment", __base__=RecordPart, __module__=__name__, **shape)
 
 
-# the experiment of a record: the fields of an Experiment, of which an old record does not know some. Its
-# implementations are the baseline and the record's own; `experiment_of` (remeasure.py) joins those of a cell
+# the experiment of a record: the fields of an Experiment; an old record lacks some of them. Its
+# implementations are the baseline and the record's own; `experiment_of` (remeasure.py) joins the records of a
+# cell
 if TYPE_CHECKING:
     RecordedExperiment = Experiment
 else:
     RecordedExperiment = _recorded_experiment()
 
 
-class Routing(Part):
-    """What the workload realised, as LoadStatistics gives it: checksum=<sha256 of the ids>,
+class RoutingFacts(RecordPart):
+    """The routing that the workload produced, in the fields of LoadStatistics: checksum=<sha256 of the ids>,
     max_over_mean=2.5, ... Without a plan the last three are None."""
 
     checksum: Hash
@@ -205,26 +211,28 @@ class Routing(Part):
     tile_efficiency: Share | None
 
 
-class Implementation(Part):
+class ImplementationFacts(RecordPart):
     """label="staged(dispatch=index_select)", spec="staged", origin="built in", role="candidate", ..."""
 
     label: Name
     spec: Name
     origin: Name
     source_hash: Hash
-    # twin: the baseline a second time, for the noise floor; beside: in the process of code from outside
+    # twin: a copy of the baseline, for the noise floor; beside: a baseline in the process of code from
+    # outside
     role: Literal["baseline", "twin", "beside", "candidate"]
     deterministic: bool
     host_sync: Sentence  # why it must read device values on the host; "" if it does not
-    runs: Sentence  # what really ran, if more than the label: topk.sort + make_plan.native + ...
+    runs: Sentence  # what ran, if the label does not say it: topk.sort + make_plan.native + ...
     contract_hash: Hash
     layout: Name
-    router: Name  # the rule with its options: "switch"; "" where the span has none
+    router: Name  # the router with its options: "switch"; "" if the span has none
     layer: Name  # "chain(iterations=2)"; "" is the plain one
 
     @property
     def setting(self) -> tuple[str, str, str]:
-        """Layout, router and layer, for comparing: before the router was a choice, it was the default."""
+        """Layout, router and layer, for comparing. Records from before the router was a choice have the
+        default."""
         return self.layout, self.router or DEFAULT_ROUTER, self.layer
 
     @property
@@ -234,14 +242,15 @@ class Implementation(Part):
 
     @property
     def frozen(self) -> bool:
-        """Was it asked to pack its weights once, where it also reads them as they are?"""
+        """Did it pack its weights once before timing, although it can also read them unpacked?"""
         return self.label.startswith("frozen(")
 
 
-class Protocol(Part):
-    """rounds=40, calls_per_sample=3, stop_reason="budget", ...; all_threads: those of all ranks together.
+class Protocol(RecordPart):
+    """How it was measured: rounds=40, calls_per_sample=3, stop_reason="budget", ...
 
-    held: what kept the process of code from outside still between its turns; "" if it shares one with others.
+    all_threads: the threads of all ranks together
+    held: what kept the process of code from outside still between its turns; "" if it shares one with others
     """
 
     all_threads: Size
@@ -253,9 +262,9 @@ class Protocol(Part):
     held: Name = ""
 
 
-class Samples(Part):
-    """Where raw samples lie: file="session=20261115T024734123-1f3a9c02/samples.f64", offset=320 (bytes),
-    count=40 (little-endian float64, seconds per call), sha256 of those bytes."""
+class SamplesFile(RecordPart):
+    """The place of raw samples: file="session=20261115T024734123-1f3a9c02/samples.f64", offset=320 (bytes),
+    count=40 (little-endian float64, seconds per call), sha256 of these bytes."""
 
     file: Annotated[str, Field(pattern=rf"^session={SESSION}/samples\.f64$")]
     offset: Annotated[int, Field(ge=0, le=2**50, multiple_of=8)]
@@ -263,10 +272,11 @@ class Samples(Part):
     sha256: Hash
 
 
-class Timing(Part):
+class Timing(RecordPart):
     """Seconds per call. Samples of 10, 11, 12 and 13 ms have median=0.0115, least=0.010, most=0.013, ...
 
-    stages: seconds by stage, {"route": 0.001, "dispatch": 0.004}, empty if they were not timed apart.
+    stages: seconds of each stage, {"route": 0.001, "dispatch": 0.004}; empty if they were not timed
+    separately.
     """
 
     median: Seconds
@@ -279,11 +289,13 @@ class Timing(Part):
     p75: Seconds
     p95: Seconds
     first_call: Seconds
-    samples: Samples
+    samples: SamplesFile
     stages: Annotated[dict[Name, Seconds], Field(max_length=64)]
 
     @classmethod
-    def of(cls, samples: ArrayLike, first_call: float, kept: Samples, stages: Mapping[str, float]) -> Timing:
+    def of(
+        cls, samples: ArrayLike, first_call: float, kept: SamplesFile, stages: Mapping[str, float]
+    ) -> Timing:
         seconds = np.asarray(samples, dtype=np.float64).ravel()
         if not seconds.size or not np.isfinite(seconds).all() or seconds.min() <= 0:
             raise ValueError("a timing needs at least one sample, and samples must be positive and finite")
@@ -311,8 +323,19 @@ class Timing(Part):
         return self
 
 
-class Comparison(Part):
-    """Against the baseline of the same cell: ratio=1.05, low=1.035, high=1.059, verdict="SLOWER", ..."""
+class Operation(RecordPart):
+    """bench.outcome.Operation"""
+
+    calls: Amount
+    self_seconds: Seconds
+    seconds: Seconds
+    device_seconds: Seconds
+    memory_bytes: Annotated[float, Field(ge=-1e30, le=1e30)]
+
+
+class ComparisonFacts(RecordPart):
+    """The comparison with the baseline of the cell: ratio=1.05, low=1.035, high=1.059, verdict="SLOWER",
+    ..."""
 
     baseline: Name
     ratio: Amount
@@ -325,7 +348,7 @@ class Comparison(Part):
     aa_floor: Amount
 
     @classmethod
-    def of(cls, baseline: str, compared: Compared, aa_floor: float) -> Comparison:
+    def of(cls, baseline: str, compared: Compared, aa_floor: float) -> ComparisonFacts:
         return cls(
             baseline=baseline,
             ratio=compared.ratio,
@@ -347,10 +370,11 @@ class Comparison(Part):
         return self
 
 
-class Work(Part):
-    """cost.Cost in numbers, the physical floor, the share of a measured roof, and bench.outcome.Rates.
+class WorkFacts(RecordPart):
+    """The numbers of cost.Cost, the lower bound of the time, the share of a measured roof, and
+    bench.outcome.Rates.
 
-    The last two fields came during version 2: without them, share_of_roof is of the floor.
+    The last two fields were added during version 2. Without them share_of_roof refers to floor_seconds.
     """
 
     useful_flops: Count
@@ -364,44 +388,44 @@ class Work(Part):
     tokens_per_second: Amount | None
     flops_per_second: Amount | None  # useful ones
     bytes_per_second: Amount | None
-    wire_bytes: Count | None  # on several ranks: sent to one another, and the least there must be
+    wire_bytes: Count | None  # on several ranks: bytes sent, and the smallest possible number
     least_wire_bytes: Count | None
-    roof_seconds: Seconds | None = None  # the least time as well as it was known
-    roof_busy: bool = False  # by roofs that were measured while others used the machine
+    roof_seconds: Seconds | None = None  # the best known lower bound of the time
+    roof_busy: bool = False  # the roofs were measured while other processes were busy
 
     @property
     def least_seconds(self) -> float | None:
-        """What share_of_roof is a share of the time of."""
+        """The lower bound of the time that share_of_roof refers to."""
         return self.floor_seconds if self.roof_seconds is None else self.roof_seconds
 
 
-class Correctness(Part):
+class Correctness(RecordPart):
     """status=WRONG_VALUE, reason="error 0.3 above the bound 0.01", checks=("shape", "value"), ..."""
 
-    # a file holds text; Python may give Status.PASSED or "PASSED"
+    # a file holds text; Python code may pass Status.PASSED or "PASSED"
     status: Annotated[Status, Field(strict=False)]
     reason: Sentence
     checks: Annotated[tuple[Name, ...], Field(max_length=64)]
     max_error: Amount | None
     max_bound: Amount | None
-    error: Amount | None  # root mean square, relative to that of the right result
+    error: Amount | None  # root mean square of the error divided by that of the correct result
     checked_timed_calls: Count
 
 
-class Weather(Part):
+class Weather(RecordPart):
     load_before: Annotated[float, Field(ge=0, le=1e6)]
     load_after: Annotated[float, Field(ge=0, le=1e6)]
     steal_percent: Annotated[float, Field(ge=0, le=100)]
     throttled: bool | None
 
 
-class Record(Part):
-    """One implementation in one cell; `tests/sample_records.py` builds a whole one.
+class Record(RecordPart):
+    """The result of one implementation in one cell; `tests/sample_records.py` builds a complete one.
 
     record_id = "20261115T024734123-1f3a9c02-000007", session = "20261115T024734123-1f3a9c02"
-    cell_key  = hash of all that could change the answer: contract, workload, source, versions, machine
-    engine    = "local", "ray": who ran the cell; "" if that is not known
-    routing and work are None if the worker died before they were known.
+    cell_key  = hash of everything that could change the result: contract, workload, source, versions, machine
+    engine    = "local" or "ray": what ran the cell; "" if that is not known
+    routing and work are None if the worker died before it reported them.
     """
 
     schema_version: Literal[3]
@@ -417,20 +441,22 @@ class Record(Part):
     included: Annotated[tuple[Name, ...], Field(max_length=64)]
     excluded: Annotated[tuple[Name, ...], Field(max_length=64)]
     experiment: RecordedExperiment
-    routing: Routing | None
-    implementation: Implementation
+    routing: RoutingFacts | None
+    implementation: ImplementationFacts
     protocol: Protocol
     timing: Timing | None
-    comparison: Comparison | None
-    work: Work | None
+    comparison: ComparisonFacts | None
+    work: WorkFacts | None
     correctness: Correctness
     peak_rss_bytes: Count | None
     weather: Weather
     engine: Name
-    cell_seconds: Seconds | None  # that the whole cell took, all its implementations together
+    cell_seconds: Seconds | None  # of the whole cell with all its implementations
     environment: Hash
     repro: Annotated[str, Field(max_length=4_000, pattern=r"^[^\x00-\x1f\x7f]*$")]
     log_tail: Log
+    # the longest operations, by name; empty if it was not profiled
+    profile: Annotated[dict[Name, Operation], Field(max_length=MAX_OPERATIONS)] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _no_time_without_a_pass(self) -> Self:
@@ -452,13 +478,13 @@ class Record(Part):
 
     @property
     def share_of_roof(self) -> float | None:
-        """None in old records with hot caches: their roofs left out bytes that the caches could hold."""
+        """None in old records with hot caches, because their roofs ignored bytes that fit into the caches."""
         if self.work is None or (self.work.roof_seconds is None and self.experiment.cache == "hot"):
             return None
         return self.work.share_of_roof
 
     def line(self) -> bytes:
-        """As it is stored: JSON in one line, ended by a newline."""
+        """Returns the stored form: JSON in one line that ends with a newline."""
         line = self.model_dump_json().encode() + b"\n"
         if len(line) > MAX_LINE_BYTES:
             raise ValueError(f"the record has {len(line):,} bytes, over the limit of {MAX_LINE_BYTES:,}")
@@ -466,7 +492,8 @@ class Record(Part):
 
 
 def parse_record(line: bytes) -> Record:
-    """A record, or ValueError with one sentence. If a key occurs twice, the last one counts."""
+    """Reads a record. A ValueError says in one sentence what is wrong. If a key occurs twice, the last
+    counts."""
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"the line has over {MAX_LINE_BYTES:,} bytes, which no record has")
     try:
@@ -480,7 +507,7 @@ def _sentence(error: ValidationError) -> str:
     versions = [e for e in errors if e["loc"] == ("schema_version",)]
     if versions and isinstance(given := versions[0]["input"], int) and given > SCHEMA_VERSION:
         return f"the record has schema_version {given}, made by a newer version; update moe-routing-bench"
-    unknown = [e for e in errors if e["type"] == "extra_forbidden"]  # why others are missing, in old records
+    unknown = [e for e in errors if e["type"] == "extra_forbidden"]  # why others are missing in old records
     first = (versions or unknown or errors)[0]
     message = one_line(first["msg"], 200).removeprefix("Value error, ").rstrip(". ")
     if first["type"] == "json_invalid":
@@ -490,15 +517,15 @@ def _sentence(error: ValidationError) -> str:
 
 
 def log_tail(text: str) -> str:
-    """The end of a worker's output as `Record.log_tail` takes it."""
+    """Returns the end of a worker's output in the form of `Record.log_tail`."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", encodable(text[-MAX_LOG:]))
 
 
 def canonical_json(document: object) -> str:
-    """With sorted keys and without spaces; NaN is refused."""
+    """Returns JSON with sorted keys and without spaces. It refuses NaN."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def content_hash(document: object) -> str:
-    """sha256 of a JSON document, for environments and cell keys."""
+    """Returns the sha256 of a JSON document, for environments and cell keys."""
     return hashlib.sha256(canonical_json(document).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""The regret of impl="auto" in the records of the suite `regret`: its time over that of the fastest.
+"""The regret of impl="auto" in the records of the suite `regret`: its time divided by the fastest time.
 
-In each cell what "auto" picked is the baseline, and the others were timed in the same rounds. Experts going
-forward count twice: weights as they are beside all that read them so, and frozen ones beside all.
+In each cell the pick of "auto" is the baseline, and the others were timed in the same rounds. Forward experts
+count twice: unfrozen experts are compared with all that read unfrozen weights, and frozen experts with all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ NOTABLE = 1.05
 
 @dataclass(frozen=True, kw_only=True)
 class CellRegret:
-    """CellRegret(group="topk float32", record=<of what "auto" picked>, picked="sort", contest=...)"""
+    """The regret in one cell: CellRegret(group="topk float32", record=<of the pick>, picked="sort",
+    contest=...)"""
 
     group: str
     record: Record
@@ -38,13 +39,14 @@ class CellRegret:
 
     @property
     def shown(self) -> bool:
-        """Is "auto" shown to be slower than the fastest, by more than the noise?"""
+        """Is "auto" slower than the fastest by more than the noise?"""
         others = self.contest.against_winner
         return self.picked in others and others[self.picked].verdict == "SLOWER"
 
     @property
     def transformers(self) -> float | None:
-        """The time of "auto" over that of Transformers' best; above 1 Transformers is faster."""
+        """The time of "auto" divided by the time of the best Transformers experts; above 1 Transformers is
+        faster."""
         theirs = [ratio for name, ratio in self.contest.ratios.items() if name.startswith(TRANSFORMERS)]
         return self.contest.ratios[self.picked] / min(theirs) if theirs else None
 
@@ -53,8 +55,8 @@ class CellRegret:
 class GroupRegret:
     """A line of the table: GroupRegret(group="topk float32", cells=16, median=1.0, p95=1.04, worst=1.07, ...)
 
-    over: cells above 1.05, shown or not. undecided: of those, how many are within the noise.
-    slower_than_transformers: cells whose measured time is longer than that of Transformers' best.
+    over: cells above 1.05. undecided: how many of these are within the noise.
+    slower_than_transformers: cells in which the best Transformers experts took less time.
     """
 
     group: str
@@ -72,12 +74,12 @@ class GroupRegret:
 class Regrets:
     cells: tuple[CellRegret, ...]
     groups: tuple[GroupRegret, ...]  # the last is for all cells
-    without: tuple[str, ...]  # cells in which "auto" or all others have no time, or too few rounds
+    without: tuple[str, ...]  # cells in which "auto" or all others lack a time or have too few rounds
     left_out: LeftOut
 
 
 def read_regrets(folder: Path | str) -> Regrets:
-    """ValueError if the folder has no cell of the suite with a time of "auto"."""
+    """Reads the regrets of a folder. It raises a ValueError if no cell of the suite has a time of "auto"."""
     left_out = LeftOut()
     run = read_run(folder, left_out)
     fields: list[tuple[str, Record, str, Contested]] = []
@@ -121,7 +123,7 @@ def _grouped(cells: tuple[CellRegret, ...]) -> Iterable[GroupRegret]:
 
 
 def _newest(run: Run) -> list[CellRun]:
-    """One for each case: preferences may have changed since an older one."""
+    """Returns the newest cell of each case, because preferences may have changed since an older one."""
     newest: dict[tuple[object, ...], CellRun] = {}
     for cell in sorted(run.cells, key=lambda cell: max(r.created_at for r in cell.records)):
         one = cell.records[0]
@@ -141,7 +143,7 @@ def _questions(run: Run, cell: CellRun) -> list[tuple[str, Record, str, Conteste
     auto = next((r for r in cell.records if r.implementation.role == "baseline"), None)
     plain = {name: r for name, r in records.items() if not r.implementation.frozen}
     if auto is None or auto.implementation.label not in plain:  # another one may be the baseline instead
-        raise ValueError("what auto picked has no time")
+        raise ValueError("the pick of auto has no time")
     frozen = [name for name, r in records.items() if r.implementation.frozen]
     group = f"{auto.experiment.span} {auto.experiment.dtype}"
     group += "" if auto.experiment.direction == "forward" else f" {auto.experiment.direction}"

@@ -1,7 +1,7 @@
-"""Measures cells of somebody's records on this machine, and says whether the ratios agree.
+"""Measures cells of somebody's records again on this machine, and says whether the ratios agree.
 
-Nothing of what a record says is run or opened: a cell is built from its sizes and from names of our own
-implementations, and refused if it needs a file, too much memory or code that is not the same here.
+It runs no command and opens no file that a record names. It builds a cell from its sizes and the names of our
+own implementations. It refuses a cell that needs a file, too much memory, or code that differs here.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from moe_routing_bench.workloads.workload import file_of
 
 MAX_CELL_BYTES = 4 << 30
 MAX_ROUNDS = 1000
-MIN_SLACK = 0.02  # between two sittings on the same machine, beside the noise of both
+MIN_SLACK = 0.02  # between two runs on the same machine, in addition to the noise of both
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remeasured:
-    """Remeasured(cell="own/16 uniform", what="agrees", sentence="index_add: 1.31 then, 1.29 now")"""
+    """The answer for one cell:
+    Remeasured(cell="own/16 uniform", what="agrees", sentence="index_add: 1.31 then, 1.29 now")"""
 
     cell: str
     what: Literal["agrees", "differs", "not compared"]
@@ -42,7 +43,7 @@ class Remeasured:
 def measure_again(
     folder: Path, count: int, *, seed: int | None = None, run: Callable[[Experiment], CellOutcome] = run_cell
 ) -> list[Remeasured]:
-    """A random `count` of the cells that can be measured here alike; the others met, with the reason."""
+    """Measures `count` random cells again. It also returns the cells that it refused, with the reason."""
     by_cell: dict[tuple[str, str], list[Record]] = {}
     for record in iterate(folder):
         by_cell.setdefault((record.session, record.cell_key), []).append(record)
@@ -67,7 +68,7 @@ def measure_again(
 
 
 def experiment_of(records: Sequence[Record]) -> Experiment:
-    """What these records of one cell measured, the baseline first."""
+    """Returns the experiment that these records of one cell measured, the baseline first."""
     ordered = sorted(records, key=lambda record: record.implementation.role != "baseline")
     asked = [_implementation(r) for r in ordered if r.implementation.role in ("baseline", "candidate")]
     return replace(measurable(records[0].experiment), implementations=tuple(dict.fromkeys(asked)))
@@ -79,20 +80,21 @@ def _implementation(record: Record) -> ImplementationRef:
 
 
 def _same_here(records: Sequence[Record], machine: str) -> Experiment:
-    """The experiment of these records; ValueError if it cannot be measured here as it was there."""
+    """Returns the experiment of these records. A ValueError says why it cannot be measured in the same way
+    here."""
     here = this_machine()
     if machine != here.name:
         raise ValueError(f"it was measured on {one_line(machine, 100)}, and this is {here.name}")
     timed = [record for record in records if record.timing is not None]
     experiment = experiment_of(timed or records)
     if experiment.device != "cpu" or experiment.W > 1:
-        raise ValueError("it was measured on another device than the processor, or on several ranks")
+        raise ValueError("it was measured on another device than the CPU, or on several ranks")
     if experiment.checkpoint or (experiment.workload and file_of(experiment.workload) is not None):
-        raise ValueError("it reads a recorded trace or a checkpoint, which a bundle does not hold")
+        raise ValueError("it reads a recorded trace or a checkpoint, and a bundle does not contain these")
     if experiment.held_bytes + experiment.activation_bytes > MAX_CELL_BYTES:
         raise ValueError(f"it needs more than {MAX_CELL_BYTES >> 30} GiB")
     if len(timed) < 2 or len(experiment.implementations) < 2:
-        raise ValueError("it has nothing that was compared")
+        raise ValueError("it compares fewer than two implementations")
     rounds = min(max(8, records[0].protocol.rounds), MAX_ROUNDS)
     how = {name: getattr(experiment, name) for name in names_of(Experiment, "how", "agree")}
     how = {**defaults_of(Experiment, "how"), **how, "min_rounds": min(20, rounds), "max_rounds": rounds}
@@ -103,26 +105,26 @@ def _same_here(records: Sequence[Record], machine: str) -> Experiment:
     then = {_implementation(record): record.implementation.source_hash for record in timed}
     sources = identify(experiment, here).sources
     if other := next((one.name for one in experiment.implementations if sources[one] != then[one]), None):
-        raise ValueError(f"{one_line(other, 100)} is other code here: its source has another hash")
+        raise ValueError(f"{one_line(other, 100)} is different code here: its source has another hash")
     return experiment
 
 
 def _held_against(now: CellOutcome, records: Sequence[Record]) -> Remeasured:
-    """Ratios agree if their intervals meet once each is widened by the noise of both sittings."""
+    """Ratios agree if their intervals overlap after each was widened by the noise of both runs."""
     then = {
         _implementation(r): r.comparison
         for r in records
         if r.comparison and r.implementation.role == "candidate"
     }
     sentences, differs = [], False
-    for one in now.subjects:
-        old, new = then.get(one.subject), one.comparison
+    for one in now.implementations:
+        old, new = then.get(one.implementation), one.comparison
         if old is None or new is None:
             continue
         slack = 1 + MIN_SLACK + old.aa_floor + (now.aa_floor or 0.0)
         meet = old.low <= new.interval[1] * slack and new.interval[0] <= old.high * slack
         differs |= not meet
-        sentences.append(f"{one.subject.name}: {old.ratio:.3f} then, {new.ratio:.3f} now")
+        sentences.append(f"{one.implementation.name}: {old.ratio:.3f} then, {new.ratio:.3f} now")
     if not sentences:
         return Remeasured(
             cell=now.experiment.title, what="not compared", sentence="nothing passed both times"

@@ -9,12 +9,12 @@ from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 
 def measurable(recorded: RecordedExperiment) -> Experiment:
-    """The experiment of a record. What an old record does not know has its default; ValueError if that is its
-    routing."""
+    """Returns the experiment of a record. Axes that an old record lacks have their default. It raises a
+    ValueError if the routing is missing."""
     known = {one.name: getattr(recorded, one.name) for one, _ in axes_of(Experiment)}
     known = {name: value for name, value in known.items() if value is not None}
     if "workload" not in known:
-        raise ValueError("its worker died before it was known how tokens were routed")
+        raise ValueError("its worker died before it reported how tokens were routed")
     if "weights" not in known:
         from moe_routing_bench.bench.spans.span import span_named  # imports torch, for old records alone
 

@@ -1,11 +1,11 @@
-"""Rows of a store on a URL as Parquet files alone: what a query needs, in a fortieth of the bytes.
+"""A local copy of a store on a URL that holds only Parquet files: what a query needs, in 1/40 of the bytes.
 
-    DIR/rows-<number>.parquet     rows as parquet.py has them, from records that were held to their samples
-    DIR/index.sqlite              which commits are in which file, each file's stamp, and what was left out
+    DIR/rows-<number>.parquet     rows as in parquet.py, from records that were verified against their samples
+    DIR/index.sqlite              the commits of each file, the stamp of each file, and what was left out
 
-A file is never changed: sixteen files of a level become one of the next, so 10^8 records are about sixty
-files, and each row is written five times at most. A file that does not have its stamp any more (parquet.py)
-was not made here: its records are left out, and fetched again when the copy is next brought up to date.
+A file is never changed. Sixteen files of one level become one file of the next level, so 10^8 records need
+about sixty files, and each row is written at most five times. If a file does not match its stamp
+(parquet.py), it was not made here. Its records are left out and fetched again at the next update.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def is_rows_copy(folder: Path) -> bool:
 
 
 def usable(folder: Path, left_out: LeftOut) -> list[Path]:
-    """The files to read; left_out gets what is not in them."""
+    """Returns the files to read. left_out gets what is missing in them."""
     with closing(sqlite3.connect(f"file:{folder / INDEX}?mode=ro", uri=True)) as index:
         changed = dict(_changed(folder, index))
         for lines, sentence in index.execute("SELECT lines, sentence FROM left_out ORDER BY rowid"):
@@ -50,7 +50,8 @@ def usable(folder: Path, left_out: LeftOut) -> list[Path]:
 
 
 def forget_changed(folder: Path, index: sqlite3.Connection) -> None:
-    """Files without their stamp go, and their commits count as not fetched. So does what no commit names."""
+    """Forgets files that do not match their stamp, so that their commits are fetched again. It deletes files
+    that the index does not name."""
     with index:
         for path, _ in _changed(folder, index):
             for table in ("commits", "files", "left_out"):
@@ -62,7 +63,7 @@ def forget_changed(folder: Path, index: sqlite3.Connection) -> None:
 
 
 def add_rows(folder: Path, index: sqlite3.Connection, names: list[tuple[str, str]], lines: Path) -> None:
-    """The records of a results folder `lines` become a file that holds the commits (name, etag)."""
+    """Writes the records of the results folder `lines` into a file for the commits (name, etag)."""
     file = _next(index)
     path, left_out = _path(folder, file), LeftOut()
     written = lines / "rows.jsonl"
@@ -96,7 +97,7 @@ def note_file(index: sqlite3.Connection, path: Path, *, level: int, rows: int) -
 
 
 def _merged(folder: Path, index: sqlite3.Connection) -> bool:
-    """Sixteen files of a level become one of the next, if there are as many."""
+    """Merges sixteen files of a level into one of the next level, if there are sixteen."""
     levels = "SELECT level FROM files GROUP BY level HAVING count(*) >= ? ORDER BY level LIMIT 1"
     if (row := index.execute(levels, [AT_ONCE]).fetchone()) is None:
         return False
@@ -127,7 +128,7 @@ def _write(select: str, path: Path) -> int:
 
 
 def _changed(folder: Path, index: sqlite3.Connection) -> list[tuple[Path, int]]:
-    """(file, rows) of those that are not as they were made, or lack a column of today."""
+    """Returns (file, rows) of files that were changed or lack a current column."""
     listed = index.execute("SELECT file, rows, stamp, columns FROM files").fetchall()
     return [
         (path, rows)

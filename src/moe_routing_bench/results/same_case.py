@@ -1,4 +1,5 @@
-"""What makes two measurements measurements of one case: the axes that are compared, and the machine."""
+"""Which columns must be equal for two measurements to be of the same case: the compared axes and the
+machine."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 from moe_routing_bench.workloads.axes import axes_of
 from moe_routing_bench.workloads.experiment import Experiment
 
-# columns of `records`; the implementation, its layout, router and layer are what is compared
+# columns of `records`; the implementation, its layout, router and layer are not part of the case
 SAME_CASE = (
     *(facts.column or one.name for one, facts in axes_of(Experiment) if facts.compare != "free"),
     "machine",
@@ -22,7 +23,8 @@ def in_sql(columns: Sequence[str] = SAME_CASE) -> str:
 def told_apart(
     rows: Sequence[Mapping[str, Any]], label: Callable[[Mapping[str, Any]], Hashable]
 ) -> list[str]:
-    """For each row what its label lacks: " bias=True" where rows of another case have the same label."""
+    """Returns what to add to the label of each row, such as " bias=True", if another case has the same
+    label."""
     alike: dict[Hashable, list[int]] = {}
     for place, row in enumerate(rows):
         alike.setdefault(label(row), []).append(place)

@@ -1,4 +1,5 @@
-"""What came of training runs, a record each: lines of DIR/trainings.jsonl, which train/records.py writes."""
+"""The results of training runs, one record each: lines of DIR/trainings.jsonl, which train/records.py
+writes."""
 
 from __future__ import annotations
 
@@ -10,22 +11,23 @@ from pydantic import Field, ValidationError
 
 from moe_routing_bench.core.text import first_problem
 from moe_routing_bench.results.read import TRAININGS, LeftOut, is_plain_file
-from moe_routing_bench.results.record import Amount, Count, Moment, Name, Part, Seconds, Sentence, Share
+from moe_routing_bench.results.record import Amount, Count, Moment, Name, RecordPart, Seconds, Sentence, Share
 
 MAX_LINE_BYTES = 1 << 20
 Loss = Annotated[float, Field(ge=0, le=1e6)]
 
 
-class Point(Part):
-    """Held-out loss after `step` steps and `seconds` of training."""
+class Point(RecordPart):
+    """The held-out loss after `step` steps and `seconds` of training."""
 
     step: Count
     seconds: Seconds
     loss: Loss
 
 
-class Layer(Part):
-    """One router at the end: how even its load is and what its experts know; see RoutingStatistics."""
+class Layer(RecordPart):
+    """One router at the end of training: how even its load is, and how much the chosen expert tells about a
+    token; see RoutingStatistics and watching.py."""
 
     name: Name
     cv: Amount
@@ -38,8 +40,8 @@ class Layer(Part):
     tells_at_first: dict[Name, Share]
 
 
-class Training(Part):
-    """What came of one run. loss: held-out nats per byte of the first source, at the end.
+class Training(RecordPart):
+    """The result of one run. loss: held-out nats per byte of the first source at the end.
 
     study="routers", rule="switch", seed=0, steps=600, loss=1.83, ...
     """
@@ -84,7 +86,7 @@ class Training(Part):
         return self.model_dump_json().encode() + b"\n"
 
 
-# the table `trainings` of a query: numbers and names of Training, and the mean max violation of its layers
+# the table `trainings` of a query has these fields of Training and the mean max violation of its layers
 COLUMNS = {
     "key": "VARCHAR", "created_at": "TIMESTAMP", "study": "VARCHAR", "rule": "VARCHAR", "seed": "BIGINT",
     "steps": "BIGINT", "tokens": "BIGINT", "learning_rate": "DOUBLE", "sees_future": "BOOLEAN",
@@ -97,7 +99,7 @@ COLUMNS = {
 
 
 def rows(folder: Path, left_out: LeftOut) -> list[tuple[Any, ...]]:
-    """For the table: a value for each of COLUMNS, then max_violation."""
+    """Returns the rows of the table: a value for each of COLUMNS, then max_violation."""
     lines = []
     for one in read_trainings(folder, left_out):
         violations = [layer.max_violation for layer in one.layers]
@@ -106,7 +108,7 @@ def rows(folder: Path, left_out: LeftOut) -> list[tuple[Any, ...]]:
 
 
 def read_trainings(folder: Path | str, left_out: LeftOut | None = None) -> list[Training]:
-    """The records of a folder, the newest of each run; bad lines become sentences."""
+    """Returns the newest record of each run in a folder. Bad lines become sentences in left_out."""
     left_out = LeftOut() if left_out is None else left_out
     path = Path(folder) / TRAININGS
     if not is_plain_file(path):
@@ -127,7 +129,7 @@ def read_trainings(folder: Path | str, left_out: LeftOut | None = None) -> list[
 
 
 def finished(folder: Path) -> dict[str, Training]:
-    """The runs of a folder that have a record, by their key."""
+    """Returns the finished runs of a folder by their key."""
     if not is_plain_file(folder / TRAININGS):
         return {}
     return {one.key: one for one in read_trainings(folder)}

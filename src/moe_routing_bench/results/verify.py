@@ -1,10 +1,11 @@
-"""Holds what a record says of its times against the raw samples it names.
+"""Verifies a record's statistics by recomputing them from its raw samples.
 
-Somebody may scale the medians of all records of a cell alike: no record then contradicts another. So medians,
-means, quantiles, rates, ratios and intervals are computed again from samples.f64 when lines are read, many
-records at once: a third of the time of parsing their lines (43 us beside 123 us a record of 40 samples, on a
-busy machine; so about 20 s for 10^6), once for each line, since parquet.py keeps what was read. Not held: the
-first call, the stages, and the luck in an interval: its bootstrap is not drawn again, its ranks are checked.
+Somebody may scale the medians of all records of a cell by the same factor, and no record then contradicts
+another. So medians, means, quantiles, rates, ratios and intervals are recomputed from samples.f64 when lines
+are read, many records at once. This takes a third of the time of parsing the lines: 43 us instead of 123 us
+per record of 40 samples on a busy machine, or about 20 s for 10^6 records. It happens once for each line,
+because parquet.py keeps the result. The first call and the stage times are not verified. The bootstrap of an
+interval is not repeated; only the ranks of its ends are checked.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from moe_routing_bench.results.record import Record, Timing
 SAMPLES = "samples.f64"
 FIGURES = ("least", "p05", "p25", "median", "p75", "p95", "most", "mean", "std")
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-SLACK = 1e-9  # of rounding in the last digits
-MAX_BASELINES = 64  # of a cell, that a ratio may be to
+SLACK = 1e-9  # for rounding in the last digits
+MAX_BASELINES = 64  # of a cell
 Floats: TypeAlias = NDArray[np.float64]
 
 
 def whats_wrong(samples_file: Path, records: Sequence[Record]) -> list[str | None]:
-    """For each record: why it cannot be of its samples, in a sentence, or None. The records of a cell must be
-    given together, because ratios are those of paired samples; and if one of them is wrong, all are."""
+    """Returns for each record None, or a sentence that says how it contradicts its samples. The records of a
+    cell must be given together, because ratios come from paired samples. If one record of a cell is wrong,
+    all are."""
     wrong: list[str | None] = [None] * len(records)
     seconds: dict[int, Floats] = {}
     with samples_file.open("rb") as file:
@@ -41,7 +43,7 @@ def whats_wrong(samples_file: Path, records: Sequence[Record]) -> list[str | Non
             if record.timing is not None:
                 data = _read(file.fileno(), record.timing)
                 if data is None:
-                    wrong[place] = f"its samples in {SAMPLES} are not those that were written"
+                    wrong[place] = f"its samples in {SAMPLES} were changed after they were written"
                 else:
                     seconds[place] = np.frombuffer(data, dtype="<f8")
     by_count: dict[int, list[int]] = defaultdict(list)
@@ -62,7 +64,7 @@ def whats_wrong(samples_file: Path, records: Sequence[Record]) -> list[str | Non
         members = list(same)
         if first := next((records[p].record_id for p in members if wrong[p]), None):
             for place in members:
-                wrong[place] = wrong[place] or f"{first} of the same cell is not of its samples"
+                wrong[place] = wrong[place] or f"{first} of the same cell contradicts its samples"
     return wrong
 
 
@@ -75,7 +77,7 @@ def _read(fd: int, timing: Timing) -> bytes | None:
 def _figures(
     records: Sequence[Record], seconds: dict[int, Floats], places: Sequence[int]
 ) -> Iterator[str | None]:
-    """For records with the same number of samples, at once."""
+    """Checks all records with the same number of samples at once."""
     samples_RC = np.stack([seconds[place] for place in places])
     good_R = np.isfinite(samples_RC.sum(axis=1)) & (samples_RC.min(axis=1) > 0)
     samples_RC = np.where(good_R[:, None], samples_RC, 1.0)
@@ -102,7 +104,7 @@ def _figures(
 
 
 def _rates(record: Record) -> str | None:
-    """Rates are of the median."""
+    """Checks that the rates follow from the median."""
     work, timing = record.work, record.timing
     assert work is not None and timing is not None
     bytes_moved = work.weight_bytes + work.activation_bytes
@@ -117,13 +119,13 @@ def _rates(record: Record) -> str | None:
         if rate is not None and not (
             amount is not None and math.isclose(rate * timing.median, amount, rel_tol=1e-6)
         ):
-            return f"its {name} is not that of its median"
+            return f"its {name} does not follow from its median"
     return None
 
 
 def _comparison(record: Record, own: Floats, baselines: Sequence[Floats]) -> str | None:
-    """The ratio must be the median of the paired ratios to a baseline of the cell. Without one that was timed
-    as often there are no pairs, and the ratio must only be possible."""
+    """Checks that the ratio is the median of the paired ratios to a baseline of the cell. If no baseline was
+    timed as often, there are no pairs, and the ratio must only be possible."""
     stated = record.comparison
     assert stated is not None
     if {"FASTER": stated.high >= 1, "SLOWER": stated.low <= 1}.get(stated.verdict):
@@ -134,7 +136,7 @@ def _comparison(record: Record, own: Floats, baselines: Sequence[Floats]) -> str
     if not paired:
         least = min(own.min() / other.max() for other in baselines)
         most = max(own.max() / other.min() for other in baselines)
-        return None if least <= stated.ratio <= most else "its ratio is impossible by its samples"
+        return None if least <= stated.ratio <= most else "its ratio is impossible with its samples"
     ratios = []
     for other in paired[:MAX_BASELINES]:
         log = np.sort(np.log(own) - np.log(other))
@@ -142,13 +144,13 @@ def _comparison(record: Record, own: Floats, baselines: Sequence[Floats]) -> str
         if math.isclose(ratios[-1], stated.ratio):
             if _possible(log, stated.low, stated.high):
                 return None
-            return f"the interval from {stated.low:.4g} to {stated.high:.4g} is not that of its samples"
+            return f"the interval from {stated.low:.4g} to {stated.high:.4g} does not follow from its samples"
     return f"it says ratio {stated.ratio:.6g} where its samples say {ratios[0]:.6g}"
 
 
 def _possible(log: Floats, low: float, high: float) -> bool:
-    """Are these the ends of a 99 % interval of the median of sorted logarithms? Their ranks are known but for
-    the luck of resampling, which moved them by less than 2 in every case tried."""
+    """Returns whether these can be the ends of a 99 % interval of the median of sorted logarithms. Resampling
+    is random, but it moved the ranks of the ends by less than 2 in every case tried."""
     n = len(log)
     half = 2.576 / 2 * math.sqrt(n)
     slack = 2 + 0.1 * half

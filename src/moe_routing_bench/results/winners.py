@@ -1,13 +1,14 @@
-"""A contest: the contenders of one cell against its winner, and what one choice for many cells costs.
+"""Compares the implementations of one cell with its winner, and computes the cost of one choice for many
+cells.
 
-Within a cell all were timed in the same rounds, so the winner is the one with the least ratio to the cell's
-baseline, and a tie is one whose paired samples do not show it to be slower than the winner. A comparison
-takes about a millisecond: half a minute for 10^5 records in cells of five.
+All implementations of a cell were timed in the same rounds, so the winner has the smallest ratio to the
+baseline of the cell. An implementation ties with the winner if its paired samples do not show that it is
+slower. A comparison takes about a millisecond, so 10^5 records in cells of five take half a minute.
 
-What a record says of two contenders of one cell: the same words for `mrb results` and `mrb tune decide`.
+`mrb results` and `mrb tune decide` use the same words for the lead of a winner.
 
-A verdict is made once, when the cell is measured, with all that was known then: the correction for the
-cell's own comparisons, and for code from outside the baseline in another process. Here it is only read.
+A verdict is made once, when the cell is measured. It includes the correction for the comparisons of the cell
+and, for code from outside, the baseline in another process. This file only reads it.
 """
 
 from __future__ import annotations
@@ -20,57 +21,70 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_routing_bench.bench.verdict import MIN_ROUNDS, Comparison, Regret, Verdict, compare_cells, regret
+from moe_routing_bench.ops.decisions import load_of
 from moe_routing_bench.results.folder import CellRun, Run, samples_of
 from moe_routing_bench.results.record import Record
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contest:
-    """The contenders of one cell in one layout, by name: each one's ratio to the cell's baseline, and how it
-    compares with the winner. Contest(T=16, winner="staged", ratios={"staged": 0.81, "eager_loop": 0.82}, ...)
+    """The implementations of one cell in one layout, by name: the ratio of each to the baseline of the cell,
+    and its comparison with the winner.
+
+    Contest(T=16, winner="staged", ratios={"staged": 0.81, "eager_loop": 0.82}, ...)
     """
 
     T: int
     case: str
+    load: str  # of the experts, one of ops.decisions.LOADS
     winner: str
     ratios: dict[str, float]
     against_winner: dict[str, Comparison]
+    against_baseline: dict[str, Comparison]  # as the cell compared them; the baseline itself is not in it
+
+    @property
+    def chosen(self) -> str:
+        """The fastest of those that are shown to be faster than the baseline; if none is, the baseline."""
+        faster = [name for name, one in self.against_baseline.items() if one.verdict == "FASTER"]
+        others = [name for name in self.ratios if name not in self.against_baseline]  # the baseline
+        return min([*faster, *others], key=lambda name: self.ratios[name], default=self.winner)
 
     @property
     def ties(self) -> tuple[str, ...]:
-        """Not shown to be slower than the winner, nearest first."""
+        """The implementations that are not shown to be slower than the winner, the fastest first."""
         names = [name for name, one in self.against_winner.items() if one.verdict != "SLOWER"]
         return tuple(sorted(names, key=lambda name: self.ratios[name]))
 
     @property
     def second(self) -> str | None:
-        """The fastest of the others; None if there is no other."""
+        """The fastest implementation after the winner. None if there is no other."""
         return min(self.against_winner, key=lambda name: self.ratios[name], default=None)
 
     @property
     def lead(self) -> Comparison:
-        """The second against the winner: its ratio is how many times faster the winner is."""
+        """The comparison of the second with the winner. Its ratio says how many times faster the winner
+        is."""
         assert self.second is not None
         return self.against_winner[self.second]
 
     @property
     def certain(self) -> str:
-        """Is the winner faster than every other? "yes", or why that is not certain."""
+        """Says "yes" if the winner is faster than every other, or why that is not certain."""
         return CERTAIN[self.against_winner[self.ties[0]].verdict] if self.ties else "yes"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contested:
-    """The contenders of a contest before it is decided, by name."""
+    """The implementations of a contest by name, before the winner is known."""
 
     cell: CellRun
     records: dict[str, Record]
-    times: dict[str, NDArray[np.float64]]  # raw samples, paired by round; slow ones left after the first few
+    times: dict[str, NDArray[np.float64]]  # raw samples, paired by round; slow ones have fewer
     ratios: dict[str, float]
 
 
 def contested(run: Run, cell: CellRun, records: dict[str, Record]) -> Contested:
-    """Records of one cell that passed. ValueError if their samples cannot be read or paired."""
+    """Prepares the passed records of one cell. It raises a ValueError if samples cannot be read or paired."""
     try:
         times = {name: samples_of(run.folder, record) for name, record in records.items()}
     except ValueError as error:
@@ -79,7 +93,7 @@ def contested(run: Run, cell: CellRun, records: dict[str, Record]) -> Contested:
         raise ValueError(f"cells not used: fewer than {MIN_ROUNDS} rounds")
     if not all((np.isfinite(samples) & (samples > 0)).all() for samples in times.values()):
         raise ValueError("cells not used: samples that are not positive and finite")
-    # without a baseline that passed the times are compared, which share their rounds too
+    # if no baseline passed, the times are compared; they come from the same rounds too
     baselines = [r for r in cell.records if r.implementation.role == "baseline" and r.timing is not None]
     unit = baselines[0].timing.median if baselines and baselines[0].timing else 1.0
     ratios = {}
@@ -91,8 +105,8 @@ def contested(run: Run, cell: CellRun, records: dict[str, Record]) -> Contested:
 
 
 def contests(fields: Sequence[Contested]) -> list[Contest]:
-    """One for each. What the cell itself compared is taken from its records; the other comparisons with
-    winners are made here and corrected together for their number."""
+    """Decides each contest. Comparisons that the cell made are read from its records. The other comparisons
+    with winners are made here and corrected for their number."""
     winners = [min(field.ratios, key=lambda name: (field.ratios[name], name)) for field in fields]
     against = [recorded(winner, field.records) for field, winner in zip(fields, winners, strict=True)]
     asked = [
@@ -111,18 +125,35 @@ def contests(fields: Sequence[Contested]) -> list[Contest]:
     for field, winner, others in zip(fields, winners, against, strict=True):
         one = field.records[winner].experiment
         ratios = {winner: field.ratios[winner], **field.ratios}  # of equal ratios `regret` takes the first
-        listed.append(Contest(T=one.T, case=one.case, winner=winner, ratios=ratios, against_winner=others))
+        paired = {
+            name: _comparison(record, flipped=False)
+            for name, record in field.records.items()
+            if record.comparison
+        }
+        listed.append(
+            Contest(
+                T=one.T, case=one.case, load=_load(field.records[winner]), winner=winner, ratios=ratios,
+                against_winner=others,
+                against_baseline={name: found for name, found in paired.items() if found is not None},
+            )
+        )  # fmt: skip
     return listed
 
 
+def _load(record: Record) -> str:
+    assert record.routing is not None  # it passed
+    pairs, experts = record.experiment.T * record.experiment.K, max(record.experiment.E, 1)
+    return load_of(record.routing.max_over_mean * pairs / experts, pairs, experts)
+
+
 def _paired(times: dict[str, NDArray[np.float64]], a: str, b: str) -> tuple[Any, Any]:
-    """The rounds in which both took part."""
+    """Returns the samples of the rounds in which both were timed."""
     rounds = min(len(times[a]), len(times[b]))
     return times[a][:rounds], times[b][:rounds]
 
 
 def regrets(cells: Mapping[str, Contest]) -> list[Regret]:
-    """Best first; where no choice has a time everywhere, the one that lacks the fewest."""
+    """Returns the regret of each choice, the best first. Choices that lack fewer times come before others."""
     rows = regret(
         {cell: contest.ratios for cell, contest in cells.items()},
         {cell: contest.against_winner for cell, contest in cells.items()},
@@ -138,13 +169,13 @@ OPPOSITE: dict[Verdict, Verdict] = {"FASTER": "SLOWER", "SLOWER": "FASTER"}
 
 
 def recorded(winner: str, records: Mapping[str, Record]) -> dict[str, Comparison]:
-    """Those of a cell's records that were compared with this one when they were measured, and how."""
+    """Returns the recorded comparisons between the winner and other implementations of its cell."""
     comparisons = {name: _recorded(records[winner], one) for name, one in records.items() if name != winner}
     return {name: one for name, one in comparisons.items() if one is not None}
 
 
 def _recorded(a: Record, b: Record) -> Comparison | None:
-    """b against a, if one of them was the baseline of the other."""
+    """Returns the comparison of b with a, if one of them was the baseline of the other."""
     if a.implementation.role == "baseline" and b.comparison is not None:
         return _comparison(b, flipped=False)
     if b.implementation.role == "baseline" and a.comparison is not None:
@@ -157,7 +188,7 @@ def _comparison(record: Record, *, flipped: bool) -> Comparison | None:
     assert kept is not None and record.timing is not None
     ratio, low, high, verdict = kept.ratio, kept.low, kept.high, kept.verdict
     if not 0 < low <= ratio <= high:
-        return None  # no harness wrote this
+        return None  # our code does not write such a record
     if flipped:
         ratio, low, high = 1 / ratio, 1 / high, 1 / low
         verdict = OPPOSITE.get(verdict, verdict)

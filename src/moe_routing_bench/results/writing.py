@@ -1,4 +1,4 @@
-"""Writes the outcome of a cell as records."""
+"""Writes the outcome of a cell into records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from moe_routing_bench.bench.identity import package_version
 from moe_routing_bench.bench.measure import WARM_SAMPLES
-from moe_routing_bench.bench.outcome import CellOutcome, SubjectOutcome
+from moe_routing_bench.bench.outcome import CellOutcome, ImplementationOutcome
 from moe_routing_bench.bench.repro import repro_command
 from moe_routing_bench.bench.spans.span import all_threads, span_named
 from moe_routing_bench.core.published import MODELS
@@ -23,7 +23,7 @@ from moe_routing_bench.workloads.workload import SUITE_VERSION
 
 
 def record_outcome(outcome: CellOutcome, session: Session, *, suite: str, environment: str) -> list[Record]:
-    """Write raw samples and records of one cell; on disk when this returns."""
+    """Writes the raw samples and records of one cell. They are on disk when it returns."""
     now = datetime.now(UTC)
     records = [_record(one, outcome, session, suite, environment, now) for one in outcome.outcomes]
     session.append(records)
@@ -31,7 +31,12 @@ def record_outcome(outcome: CellOutcome, session: Session, *, suite: str, enviro
 
 
 def _record(
-    one: SubjectOutcome, outcome: CellOutcome, session: Session, suite: str, environment: str, now: datetime
+    one: ImplementationOutcome,
+    outcome: CellOutcome,
+    session: Session,
+    suite: str,
+    environment: str,
+    now: datetime,
 ) -> Record:
     experiment, weather = outcome.experiment, outcome.weather
     span = span_named(experiment.span)
@@ -41,7 +46,9 @@ def _record(
         samples = np.asarray(one.samples)
         timing = schema.Timing.of(samples, one.first_call or 0.0, session.put_samples(samples), one.stages)
     if one.comparison is not None and outcome.baseline is not None:
-        comparison = schema.Comparison.of(outcome.baseline.label, one.comparison, one.comparison.aa_floor)
+        comparison = schema.ComparisonFacts.of(
+            outcome.baseline.label, one.comparison, one.comparison.aa_floor
+        )
     group = experiment.case.partition("/")[0]
     return Record(
         schema_version=3,
@@ -56,21 +63,21 @@ def _record(
         model=group if group in MODELS else "",
         included=span.included,
         excluded=span.excluded,
-        experiment=_experiment(experiment, one.subject),
+        experiment=_experiment(experiment, one.implementation),
         routing=_routing(one, outcome),
-        implementation=schema.Implementation(
+        implementation=schema.ImplementationFacts(
             label=one_line(one.label, 300),
-            spec=one_line(one.subject.text, 300),
+            spec=one_line(one.implementation.text, 300),
             origin=one_line(one.origin, 300),
-            source_hash=outcome.identity.sources[one.subject],
+            source_hash=outcome.identity.sources[one.implementation],
             role=one.role,  # type: ignore[arg-type]
             deterministic=one.deterministic,
             host_sync=one_line(one.host_sync),
             runs=one_line(one.runs),
-            contract_hash=outcome.identity.contracts[one.subject],
-            layout=one.subject.layout,
-            router=one_line(one.subject.router, 300),
-            layer=one_line(one.subject.layer, 300),
+            contract_hash=outcome.identity.contracts[one.implementation],
+            layout=one.implementation.layout,
+            router=one_line(one.implementation.router, 300),
+            layer=one_line(one.implementation.layer, 300),
         ),
         protocol=schema.Protocol(
             all_threads=all_threads(experiment),
@@ -103,13 +110,17 @@ def _record(
         engine=outcome.engine,
         cell_seconds=outcome.seconds,
         environment=environment,
-        repro=repro_command(experiment, one.subject),
+        repro=repro_command(experiment, one.implementation),
         log_tail=log_tail(one.log_tail),
+        profile={
+            one_line(name, 300): schema.Operation(**vars(operation))
+            for name, operation in [*one.profile.items()][: schema.MAX_OPERATIONS]
+        },
     )
 
 
 def _experiment(experiment: Experiment, implementation: ImplementationRef) -> schema.RecordedExperiment:
-    """The experiment with the baseline and this implementation alone."""
+    """Returns the experiment with only the baseline and this implementation."""
     known = {name: _in_lines(value) for name, value in values_of(experiment).items()}
     chosen = dict.fromkeys((experiment.implementations[0], implementation))
     known["implementations"] = tuple(
@@ -120,20 +131,20 @@ def _experiment(experiment: Experiment, implementation: ImplementationRef) -> sc
 
 
 def _in_lines(value: Any) -> Any:
-    """Text as records take it: short, in one line."""
+    """Returns text in the form of records: short and in one line."""
     if isinstance(value, tuple):
         return tuple(map(_in_lines, value))
     return one_line(value, 300) if isinstance(value, str) else value
 
 
-def _routing(one: SubjectOutcome, outcome: CellOutcome) -> schema.Routing | None:
+def _routing(one: ImplementationOutcome, outcome: CellOutcome) -> schema.RoutingFacts | None:
     if not one.load:
         return None
-    return schema.Routing(checksum=outcome.routing_checksum, **one.load)  # type: ignore[arg-type]
+    return schema.RoutingFacts(checksum=outcome.routing_checksum, **one.load)  # type: ignore[arg-type]
 
 
-def _work(one: SubjectOutcome, outcome: CellOutcome) -> schema.Work:
-    return schema.Work(
+def _work(one: ImplementationOutcome, outcome: CellOutcome) -> schema.WorkFacts:
+    return schema.WorkFacts(
         useful_flops=one.cost.useful_flops,
         executed_flops=one.cost.executed_flops,
         weight_bytes=one.cost.weight_bytes,

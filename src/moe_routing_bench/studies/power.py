@@ -326,10 +326,10 @@ class RealTimes:
             self.gates = {}
         self.taken += 1
         shared = SharedHost(setup, experiment.implementations)
-        for subject, percent in zip(experiment.implementations, (0, *percents), strict=True):
+        for implementation, percent in zip(experiment.implementations, (0, *percents), strict=True):
             if percent not in self.gates:
-                self.gates[percent] = _gate(shared, subject)
-            setup.trials[subject] = self.gates[percent]
+                self.gates[percent] = _gate(shared, implementation)
+            setup.trials[implementation] = self.gates[percent]
         try:
             measured = measure(setup, shared, experiment.implementations, lambda rounds, now: None)
         except BaselineError as blame:
@@ -338,7 +338,9 @@ class RealTimes:
             shared.end()
         for failure in measured.failed.values():
             raise FailedTrialError(f"{failure.status}: {failure.reason}")
-        seen = [measured.samples[measured.of(subject)] for subject in experiment.implementations]
+        seen = [
+            measured.samples[measured.of(implementation)] for implementation in experiment.implementations
+        ]
         return Times(
             a=seen[0].seconds,
             twin=measured.samples[measured.twin].seconds,
@@ -348,9 +350,9 @@ class RealTimes:
         )
 
 
-def _gate(shared: SharedHost, subject: ImplementationRef) -> Trial:
+def _gate(shared: SharedHost, implementation: ImplementationRef) -> Trial:
     include_folder(KERNELS)  # only registers names; workers load the code
-    gate = try_alone(shared, subject)
+    gate = try_alone(shared, implementation)
     if not gate.passed:
         raise FailedTrialError(f"at the gate, {gate.status}: {gate.reason}")
     return gate

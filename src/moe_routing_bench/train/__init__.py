@@ -15,6 +15,6 @@ Calling this package calls `train` of api.py.
 
 import sys
 
-from moe_routing_bench import CallableFolder
+from moe_routing_bench.core.callable_folder import CallableFolder
 
 sys.modules[__name__].__class__ = CallableFolder

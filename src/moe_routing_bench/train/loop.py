@@ -33,7 +33,7 @@ PARTS = ("data", "forward", "backward", "optimise")
 
 @dataclass(frozen=True, kw_only=True)
 class Stepped:
-    """One optimiser step. `loss` is in nats per byte, without the routers' losses, which are in `aux`."""
+    """One optimiser step. `loss` is in nats per token, without the routers' losses, which are in `aux`."""
 
     step: int
     loss: float
@@ -83,6 +83,10 @@ class Ended:
 Event = Stepped | Evaluated | State | Ended
 
 
+class DivergedError(ValueError):
+    """A gradient is infinite or not a number. The run cannot go on."""
+
+
 def train(
     run: Run,
     corpus: Corpus,
@@ -114,7 +118,7 @@ def train(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     while step < run.steps:
         clock = [time.perf_counter()]
-        token_BN = corpus.batch(seed=run.seed, step=step, batch=run.batch, sequence=run.size.sequence)
+        token_BN = corpus.batch(seed=run.data_seed, step=step, batch=run.batch, sequence=run.size.sequence)
         clock.append(time.perf_counter())
 
         with torch.autocast("cpu", torch.bfloat16, enabled=run.autocast):
@@ -128,6 +132,11 @@ def train(
         clock.append(time.perf_counter())
 
         norm = clip(trained, run.clip)
+        if not math.isfinite(norm):
+            raise DivergedError(
+                f"{run.rule.name} diverged at step {step + 1}: the gradient's norm is {norm}; "
+                f"a learning rate below {run.learning_rate:g} may help"
+            )
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run, step)
         optimizer.step()
@@ -165,11 +174,10 @@ def train(
 
 
 def learning_rate(run: Run, step: int) -> float:
-    """Returns the rate: a warm-up, then a cosine down to `least` of the highest."""
+    """Returns the rate: it rises, stays, and falls to 0 in a line."""
     if step < run.warmup:
         return run.learning_rate * (step + 1) / run.warmup
-    share = (step - run.warmup) / max(1, run.steps - run.warmup)
-    return run.learning_rate * (run.least + (1 - run.least) * 0.5 * (1 + math.cos(math.pi * share)))
+    return run.learning_rate * min(1.0, (run.steps - step) / (run.steps - run.decays_at))
 
 
 def clip(parameters: Sequence[Tensor], most: float) -> float:
@@ -193,13 +201,14 @@ def evaluate(model: nn.Module, corpus: Corpus, run: Run) -> dict[str, float]:
         # runs are compared on the first source, so the others get fewer pieces
         pieces = run.pieces if number == 0 else max(1, run.pieces // 4)
         total = 0.0
-        token_BN = corpus.held_out(number, pieces=pieces, sequence=run.size.sequence)
-        for part in token_BN.split(8):
+        token_BN = corpus.held_out(number, pieces=pieces, sequence=run.size.sequence, part=run.part)
+        # batches of the same form as in training, on which the choices of some rules depend
+        for part in token_BN.split(run.batch):
             logits_BNV, _ = model(part[:, :-1])
             total += F.cross_entropy(
                 logits_BNV.float().flatten(0, 1), part[:, 1:].flatten(), reduction="sum"
             ).item()
-        losses[source.name] = total / token_BN[:, 1:].numel()
+        losses[source.name] = total / int(corpus.bytes_V[token_BN[:, 1:]].sum())
     model.train()
     return losses
 

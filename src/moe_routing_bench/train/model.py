@@ -1,4 +1,4 @@
-"""A small decoder on bytes: embedding, blocks, norm, and the embedding again as the head.
+"""A small decoder: embedding, blocks, norm, and the embedding again as the head.
 
 A parameter's first values depend only on the seed, its name and its shape. So two models have equal weights
 wherever they have equal shapes.
@@ -19,9 +19,9 @@ from moe_routing_bench.models.feed_forward import Chosen, DenseFeedForward, Feed
 from moe_routing_bench.moe.chain import ChainOfExperts
 from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.moe.perft import Perft
+from moe_routing_bench.routers.hashed import HashedRouter
 from moe_routing_bench.routers.router import Router
 from moe_routing_bench.train.settings import Rule, Run, Size
-from moe_routing_bench.train.text import VOCABULARY
 
 THETA = 10_000.0
 
@@ -51,7 +51,7 @@ class Decoder(nn.Module):
         super().__init__()
         size = run.size
         self.size = size
-        self.embedding = nn.Embedding(VOCABULARY, size.D)
+        self.embedding = nn.Embedding(run.vocabulary, size.D)
         self.blocks = nn.ModuleList(
             DecoderBlock(
                 size.D, size.heads, size.kv_heads, size.head_dim, qk_norm=True, theta=THETA,
@@ -99,12 +99,15 @@ class Decoder(nn.Module):
 def start(model: nn.Module, seed: int) -> None:
     """Sets the first values of all parameters; each module draws from its own generator."""
     for name, module in model.named_modules():
-        if not list(module.parameters(recurse=False)):
-            continue
         # a chain, or a layer with adapters, starts with the experts of the plain layer
         name = re.sub(r"feed_forward\.(layer|moe)\.", "feed_forward.", name)
+        own_seed = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
+        if isinstance(module, HashedRouter):
+            module.seed = own_seed  # another hash in each layer and run
+        if not list(module.parameters(recurse=False)):
+            continue
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big"))
+            torch.manual_seed(own_seed)
             if isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)  # it is also the head, so logits start near 0
             elif hasattr(module, "reset_parameters"):

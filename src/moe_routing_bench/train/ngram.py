@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_routing_bench.train.text import VOCABULARY, Corpus
+from moe_routing_bench.train.text import BYTES, Corpus
 
 STRENGTH = 5.0
 
 
 def trigram_loss(corpus: Corpus, source: int = 0) -> float:
     """Returns nats per byte on the whole held-out part of one source. The table takes 130 MB."""
-    V = VOCABULARY
-    learnt = corpus.learnt_T.numpy().astype(np.int64)
+    V = BYTES
+    joined = b"".join(source.learnt for source in corpus.sources)
+    learnt = np.frombuffer(joined, dtype=np.uint8).astype(np.int64)
     one_V = np.bincount(learnt, minlength=V)
     two_VV = np.bincount(learnt[:-1] * V + learnt[1:], minlength=V * V)
     three = np.bincount((learnt[:-2] * V + learnt[1:-1]) * V + learnt[2:], minlength=V**3)

@@ -2,8 +2,8 @@
 
 A rule and the baseline with the same seed start with the same weights and see the same bytes, so differences
 are paired. Intervals over seeds are Student's t, 95 %. Seconds are the number of steps times the time of a
-step, measured in turns (times.json). The loss at equal seconds is interpolated between two evaluations. When
-the cheapest rule ends, the others are in the middle of their schedule, which costs them a little.
+step, measured in turns (times.json). The loss at equal seconds is that of runs which end there, if the study
+has them; otherwise it is interpolated between two evaluations, in the middle of a schedule.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 from moe_routing_bench.bench.verdict import Comparison, compare
 from moe_routing_bench.results.read import is_plain_file
 from moe_routing_bench.results.trainings import Training, read_trainings
-from moe_routing_bench.train.study import STUDY, TIMES, TUNING, USED
+from moe_routing_bench.train.looks import Decision, decisions
+from moe_routing_bench.train.study import PLACES, STUDY, TIMES, TUNING, USED
 from moe_routing_bench.train.study_rules import HOME
 
 CONFIDENCE = 0.95
@@ -99,6 +100,7 @@ class Pareto:
     budget: float  # seconds at which losses are compared: those of the fastest rule
     standings: tuple[Standing, ...]  # lowest loss first; rules that see the future last
     made: dict[str, Any]
+    decisions: dict[str, dict[str, Decision]]  # by where runs end ("tokens", "0.5", ...) and rule
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -115,9 +117,12 @@ def pareto(folder: Path) -> Pareto:
     times = json.loads((folder / TIMES).read_text())
     used = json.loads((folder / USED).read_text())["rules"] if is_plain_file(folder / USED) else {}
     by_rule: dict[str, dict[int, Training]] = {}
+    ends: dict[str, dict[int, dict[int, Training]]] = {}  # by rule, steps and seed
     for training in read_trainings(folder):
         if not training.study.endswith(TUNING):
-            by_rule.setdefault(training.rule, {})[training.seed] = training
+            ends.setdefault(training.rule, {}).setdefault(training.steps, {})[training.seed] = training
+            if training.steps == about["like"]["steps"]:
+                by_rule.setdefault(training.rule, {})[training.seed] = training
     by_rule.pop(HOME.rule.name, None)  # other rules only start from it
     base = by_rule.get(about["baseline"])
     if base is None:
@@ -127,10 +132,26 @@ def pareto(folder: Path) -> Pareto:
     # by the ratio within rounds, because a busy moment affects both times of a round
     step = {rule: median(first) * (compared[rule].ratio if rule in compared else 1.0) for rule in by_rule}
     budget = min(step[rule] * next(iter(runs.values())).steps for rule, runs in by_rule.items())
+    lengths: dict[str, dict[str, int]] = {}
+    decided: dict[str, dict[str, Decision]] = {}
+    if is_plain_file(folder / PLACES):
+        lengths = json.loads((folder / PLACES).read_text())["lengths"]
+        budget = median(first) * about["like"]["steps"]
+        reported = [run for by_steps in ends.values() for runs in by_steps.values() for run in runs.values()]
+        decided = {
+            end: decisions(
+                reported, baseline=about["baseline"], lengths=lengths, looks=tuple(about["looks"]),
+                ends_at=end,
+            )
+            for end in lengths[about["baseline"]]
+        }  # fmt: skip
     standings = [
-        _standing(rule, runs, base, compared.get(rule), step[rule], budget, used.get(rule, {}))
+        _standing(
+            rule, runs, base, compared.get(rule), step[rule], budget, used.get(rule, {}),
+            [*ends[rule].get(lengths.get(rule, {}).get("1", 0), {}).values()],
+        )
         for rule, runs in by_rule.items()
-    ]
+    ]  # fmt: skip
     standings.sort(key=lambda standing: (standing.sees_future, standing.loss.mean))
     return Pareto(
         study=about["study"],
@@ -141,12 +162,13 @@ def pareto(folder: Path) -> Pareto:
         budget=budget,
         standings=tuple(_with_dominance(standing, standings) for standing in standings),
         made=times["made"],
+        decisions=decided,
     )
 
 
 def _standing(
     rule: str, runs: dict[int, Training], base: dict[int, Training], compared: Comparison | None,
-    step: float, budget: float, used: dict[str, Any],
+    step: float, budget: float, used: dict[str, Any], in_time: list[Training],
 ) -> Standing:  # fmt: skip
     each = [runs[seed] for seed in sorted(runs)]
     paired = [runs[seed].loss - base[seed].loss for seed in sorted(runs) if seed in base]
@@ -161,7 +183,9 @@ def _standing(
         sees_future=first.sees_future,
         loss=Spread.of([run.loss for run in each]),
         difference=Spread.of(paired or [math.nan]),
-        at_equal_seconds=Spread.of([_loss_at(run, budget / step) for run in each]),
+        at_equal_seconds=Spread.of(
+            [run.loss for run in in_time] or [_loss_at(run, budget / step) for run in each]
+        ),
         step_seconds=step,
         step_ratio=1.0 if compared is None else compared.ratio,
         step_interval=(1.0, 1.0) if compared is None else compared.interval,
@@ -228,7 +252,17 @@ def sentences(reached: Pareto) -> list[str]:
             f"{standing.rule} is dominated by {by.rule}: {gap:.3f} nats worse, "
             f"{standing.seconds / by.seconds:.2f} times the seconds."
         )
-    for standing in reached.standings:
+    for end, compared in reached.decisions.items():
+        where = "at equal tokens" if end == "tokens" else f"after {end} of the seconds"
+        for rule, one in compared.items():
+            low, high = one.interval
+            word = ("worse" if one.difference > 0 else "better") if one.decided else "open"
+            lines.append(
+                f"{rule} against {reached.baseline} {where}: {one.difference:+.4f} bits per byte "
+                f"({low:+.4f} to {high:+.4f}, {one.seeds} seeds), {word}; {one.detectable:.4f} would be "
+                "found."
+            )
+    for standing in [] if reached.decisions else reached.standings:
         if standing.rule == reached.baseline or standing.sees_future:
             continue
         spread = standing.difference

@@ -4,6 +4,7 @@
     DIR/run=<key>/run.json                the settings
     DIR/run=<key>/events.jsonl            every step and evaluation, a line each
     DIR/run=<key>/state.safetensors       model, optimiser, controllers, random numbers: replaced as a whole
+    DIR/run=<key>/state-<step>.safetensors    the same at a step where shorter runs begin to lower their rate
 
 A killed run continues from its state. Lines of later steps are cut off first; they come again with the same
 numbers. Only one process at a time trains a run; it holds a lock that ends with it.
@@ -15,9 +16,10 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, median
@@ -55,15 +57,21 @@ def run_folder(folder: Path, key: str) -> Path:
 
 
 def execute(
-    run: Run, corpus: Corpus, folder: Path, *, study: str = "",
+    run: Run, corpus: Corpus, folder: Path, *, study: str = "", trunk: str = "", keep: Sequence[int] = (),
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Training:  # fmt: skip
     """Trains one run to its end, from its saved state if there is one, and writes its record. A finished run
-    keeps its record, because time and memory of doing nothing say nothing about it."""
+    keeps its record, because time and memory of doing nothing say nothing about it.
+
+    trunk: the key of a longer run that is equal until this one lowers its rate; this one begins there. The
+    longer run was given that step in `keep`.
+    """
     home = run_folder(folder, run.key)
     home.mkdir(parents=True, exist_ok=True)
     with _alone(home):
         write_whole(home / SETTINGS, json.dumps(run.to_dict(), indent=1), sync=True)
+        if trunk and not (home / STATE).exists():
+            _branch(run_folder(folder, trunk), home, run)
         state = read_state(home)
         if state is not None and state.step == run.steps and (before := finished(folder).get(run.key)):
             return before
@@ -79,7 +87,7 @@ def execute(
             saved = 0.0 if state is None else state.train_seconds
 
             def due(step: int, seconds: float) -> bool:
-                return seconds - saved >= SAVE_SECONDS
+                return seconds - saved >= SAVE_SECONDS or step in keep
 
             for event in train(run, corpus.only(run.sources), state, due=due, weights=weights):
                 if isinstance(event, State):
@@ -87,6 +95,8 @@ def execute(
                     events.flush()
                     os.fdatasync(events.fileno())
                     write_state(home, event, events.tell())
+                    if event.step in keep:
+                        shutil.copyfile(home / STATE, _kept_state(home, event.step))
                 elif isinstance(event, Ended):
                     ended = event
                 else:
@@ -96,7 +106,24 @@ def execute(
         assert ended is not None
         record = _record(run, corpus, home, ended, study)
         _append(folder / TRAININGS, record.line())
+        if trunk:
+            _kept_state(run_folder(folder, trunk), run.decays_at).unlink(missing_ok=True)
         return record
+
+
+def _kept_state(home: Path, step: int) -> Path:
+    return home / f"state-{step}.safetensors"
+
+
+def _branch(trunk: Path, home: Path, run: Run) -> None:
+    """Copies what the longer run had done when this one lowers its rate: its events and its state."""
+    longer = Run.from_dict(json.loads((trunk / SETTINGS).read_text()))
+    assert replace(longer, steps=run.steps, evaluations=run.evaluations) == run, "not a branch of this run"
+    kept = _kept_state(trunk, run.decays_at)
+    with safe_open(kept, framework="pt") as file:
+        size = int(file.metadata()["events"])
+    (home / EVENTS).write_bytes((trunk / EVENTS).read_bytes()[:size])
+    write_whole(home / STATE, kept.read_bytes(), sync=True)
 
 
 def write_state(home: Path, state: State, events_bytes: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -61,18 +62,21 @@ class Run:
 
     rule: Rule
     size: Size = Size()
-    seed: int = 0
+    seed: int = 0  # of the first weights
+    data_seed: int = 0  # of the order of the text
     steps: int = 600
     batch: int = 4
     learning_rate: float = 3e-3
     warmup: int = 40
-    least: float = 0.1  # of the learning rate, at the end of the cosine
+    decay: float = 0.2  # the share of the steps, the last ones, in which the rate falls to 0
     weight_decay: float = 0.05
     clip: float = 1.0
     autocast: bool = False  # bfloat16 matmuls, float32 weights
     sees_future: bool = False  # accept a rule that is not causal; its loss is not that of a language model
     evaluations: int = 8  # how often the held-out loss is computed, evenly over the steps
     pieces: int = 48  # of the held-out text, each a sequence
+    part: str = "held_out"  # the text it is computed on; `tuning` where a learning rate is chosen
+    vocabulary: int = 256  # tokens; 256: bytes
     sources: tuple[str, ...] = ()  # of the corpus; (): all
     begin: str = ""
     corpus: str = ""
@@ -89,6 +93,11 @@ class Run:
         """16 hexadecimal digits, equal for equal settings."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def decays_at(self) -> int:
+        """The step at which the rate begins to fall. Until then longer runs are the same to the bit."""
+        return max(self.warmup, self.steps - math.ceil(self.decay * self.steps))
 
     def evaluated_at(self) -> list[int]:
         """Returns the steps after which the held-out loss is computed; 0 is before the first step."""
@@ -111,6 +120,8 @@ class Run:
             raise ValueError(f"this is no training run: {error}") from None
 
     def tuning(self, learning_rate: float, steps: int) -> Run:
-        """Returns the short run that tries a learning rate, evaluated at its end."""
+        """Returns the short run that tries a learning rate, evaluated at its end on text for that alone."""
         warmup = min(self.warmup, max(1, steps // 4))
-        return replace(self, learning_rate=learning_rate, steps=steps, warmup=warmup, evaluations=1)
+        return replace(
+            self, learning_rate=learning_rate, steps=steps, warmup=warmup, evaluations=1, part="tuning"
+        )

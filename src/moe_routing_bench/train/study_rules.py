@@ -13,8 +13,10 @@ from moe_routing_bench.core.names import parse_spec
 from moe_routing_bench.routers.router import router_named
 from moe_routing_bench.train.settings import Rule, Run, Size
 
-RATES = (1e-3, 3e-3, 1e-2)  # the learning rates each rule may choose from
-TUNING_SHARE = 0.2  # of the steps, to choose it
+RATES = (2e-3, 4e-3, 8e-3)  # the learning rates each rule tries first, then twice or half of the best
+MIN_RATE, MAX_RATE = 1e-4, 0.1
+TUNING_SHARE = 0.25  # of the steps, to choose a rate
+TUNING_SEEDS = (1000, 1001)  # never reported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,8 @@ def _routers(size: Size) -> tuple[StudyRule, ...]:
     shazeer = {"loss_weights": {"importance": 0.01, "load": 0.01}}
     return (
         _moe("softmax_topk", options=SWITCH),
-        _moe("switch", router="switch", K=1, options=SWITCH),
+        # half as many experts of twice the width: as many weights, and as many active ones
+        _moe("switch", router="switch", E=size.E // 2, K=1, F=2 * size.F, options=SWITCH),
         _moe("noisy_topk", router="noisy_topk", options=shazeer),
         _moe("sigmoid_bias", router="sigmoid_bias", controller="sign_bias"),
         _moe("top_p", router="top_p", options={"loss_weights": {"switch": 0.01, "entropy": 1e-4}}),
@@ -214,8 +217,8 @@ def run_of(
     """Makes one run. `like` has the settings that all runs share; `sources` are the names in the corpus."""
     texts = {"all": (), "home": sources[:1], "away": sources[1:2]}[entry.text]
     run = replace(
-        like, rule=entry.rule, size=study.size, seed=seed, learning_rate=rate, sources=texts, begin=begin,
-        sees_future=entry.sees_future,
+        like, rule=entry.rule, size=study.size, seed=seed, data_seed=seed + 5000, learning_rate=rate,
+        sources=texts, begin=begin, sees_future=entry.sees_future,
     )  # fmt: skip
     return replace(run, **entry.changes)
 

@@ -19,7 +19,7 @@ from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.moe.perft import Perft
 from moe_routing_bench.moe.statistics import RoutingStatistics
 from moe_routing_bench.train.model import Decoder
-from moe_routing_bench.train.text import CLASSES, Corpus, character_class
+from moe_routing_bench.train.text import CLASSES, Corpus
 
 # a layer with 4 experts or more has collapsed if one of these is true
 DEAD_SHARE = 0.25  # more experts than this share of them got no token
@@ -120,7 +120,7 @@ class Probe:
         place_N = torch.arange(sequence) * POSITIONS // sequence
         labels = {
             "source": (source_B.repeat_interleave(sequence), len(each)),
-            "character": (character_class(token_BN).flatten(), len(CLASSES)),
+            "character": (corpus.character_class(token_BN).flatten(), len(CLASSES)),
             "position": (place_N.repeat(len(token_BN)), POSITIONS),
         }
         return Probe(token_BN=token_BN, labels=labels)

@@ -14,7 +14,13 @@ from typing import Any
 
 from moe_routing_bench.core.names import did_you_mean
 from moe_routing_bench.core.published import MODELS, model
-from moe_routing_bench.workloads.experiment import FEWER_TOKENS, MAX_ACTIVATION_BYTES, MAX_FLOPS, Experiment
+from moe_routing_bench.workloads.experiment import (
+    ATTENTION,
+    FEWER_TOKENS,
+    MAX_ACTIVATION_BYTES,
+    MAX_FLOPS,
+    Experiment,
+)
 from moe_routing_bench.workloads.regret_cases import regret
 
 # of the cases of a published model
@@ -22,11 +28,6 @@ DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 PREFILL_TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # five implementations call it about 40 times each in a minute, at 0.1 TFLOP/s
 MINUTE_FLOPS = 3e10
-
-
-def stored_as(case: Experiment, store: str | None) -> Experiment:
-    """The case with its weights in a format, which its name then says; the case itself without one."""
-    return replace(case, case=f"{case.case}-{store}", store=store) if store else case
 
 
 def scaled(case: Experiment) -> Experiment:
@@ -39,6 +40,9 @@ def scaled(case: Experiment) -> Experiment:
     while not twin.fits_a_laptop:
         s = twin.shape
         too_much_work = twin.flops > MAX_FLOPS or twin.activation_bytes > MAX_ACTIVATION_BYTES
+        if twin.span == ATTENTION:
+            twin = _half(twin)
+            continue
         if too_much_work and s.T > 128:
             smaller = replace(s, T=s.T // 2)
         elif min(s.D, s.F) > 128:
@@ -51,6 +55,14 @@ def scaled(case: Experiment) -> Experiment:
             smaller = replace(s, T=s.T // 2)
         twin = replace(twin, **vars(smaller), shared_F=twin.shared_F * smaller.F // s.F)
     return case if twin == case else replace(twin, case=f"{case.case}~scaled", scaled_from=case.case)
+
+
+def _half(case: Experiment) -> Experiment:
+    """With half of its tokens. Attention has fewer sequences, and shorter ones only if there is one."""
+    if case.span != ATTENTION or case.sequences == 1:
+        return replace(case, T=case.T // 2, context=case.context // 2)
+    B = case.sequences // 2
+    return replace(case, T=case.T // case.sequences * B, sequences=B)
 
 
 def fitted(case: Experiment, *, memory_bytes: int, most_flops: float = MINUTE_FLOPS) -> Experiment:
@@ -69,7 +81,7 @@ def fitted(case: Experiment, *, memory_bytes: int, most_flops: float = MINUTE_FL
         smaller.flops * (3 if train else 1) > most_flops
         or (20 if train else 4) * smaller.held_bytes + 8 * smaller.activation_bytes > 0.8 * memory_bytes
     ):
-        smaller = replace(smaller, T=smaller.T // 2)
+        smaller = _half(smaller)
     name = f"{case.case}~{smaller.T}{FEWER_TOKENS}"
     return case if smaller == case else replace(smaller, case=name, scaled_from=case.case)
 
@@ -127,10 +139,10 @@ def seed_routing() -> list[Experiment]:
     ]
 
 
-def seed_decoder() -> list[Experiment]:
-    """Decoder blocks, attention included, batches and widths of the original plan; E and K are ours."""
+def seed_moe_block() -> list[Experiment]:
+    """Decoder blocks with experts, attention included, batches and widths of the original plan; E, K ours."""
     return [
-        _case(f"seed-decoder/{B}x{N}", "block", B * N, 2048, 4096, 8, 2, heads=32, sequences=B)
+        _case(f"seed-moe-block/{B}x{N}", "block", B * N, 2048, 4096, 8, 2, heads=32, sequences=B)
         for B, N in product((1, 4, 8), (64, 128))
     ]
 
@@ -202,11 +214,83 @@ def soft_moe() -> list[Experiment]:
     return [_case(f"soft-moe/{B}x256", "layer", 256 * B, 1024, 2048, 16, 2, sequences=B) for B in (1, 8)]
 
 
+# from even to collapsed
+SKEWS = (
+    "balanced", "uniform", "zipf(0.3)", "zipf(0.6)", "zipf(0.9)", "zipf(1.2)", "zipf(1.6)",
+    "lognormal(maxvio=1)", "lognormal(maxvio=2)", "one_expert",
+)  # fmt: skip
+
+
+def seed_balance() -> list[Experiment]:
+    """Uneven load against time, Table D of the original plan: ten routings, 8 and 64 experts, sizes ours."""
+    return [
+        _case(f"seed-balance/e{E}-{workload}", "layer", T, 512, 1024, E, K, workload=workload)
+        for (T, E, K), workload in product(((1024, 8, 2), (256, 64, 8)), SKEWS)
+    ]
+
+
+def _dense(name: str, span: str, T: int, D: int, F: int = 1, **more: Any) -> Experiment:
+    """A layer around the experts: no routing, and at most the matrices of one expert."""
+    return _case(name, span, T, D, F, 1, 1, weights=span == "linear", activation="relu", **more)
+
+
+def seed_dense() -> list[Experiment]:
+    """Dense decoder blocks of the original plan: 32 heads of 64, 33,572,864 parameters, no gate, biases."""
+    return [
+        _case(
+            f"seed-dense/{B}x{N}", "decoder", B * N, 2048, 4096, 1, 1, heads=32, sequences=B,
+            activation="gelu", bias=True,
+        )
+        for B, N in product((1, 4, 8), (64, 128))
+    ]  # fmt: skip
+
+
+def seed_attention() -> list[Experiment]:
+    """Attention: 512 heads of 16, 1,024 tokens, rotary inside, forward and backward; BERT; decoding."""
+    founding = {"heads": 32, "kv_heads": 16, "sequences": 16, "causal": False, "rotary": True}
+    bert, decode = {"heads": 12, "causal": False}, {"heads": 32, "kv_heads": 8}
+    sizes: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
+        ("founding", 16 * 1024, 512, founding),
+        ("founding-backward", 16 * 1024, 512, {**founding, "direction": "backward"}),
+        ("tuned", 32, 1024, {"heads": 4}),
+        ("bert-128", 128, 768, bert),
+        ("bert-512", 512, 768, bert),
+        ("decode-1024", 1, 4096, {**decode, "context": 1024}),
+        ("decode-8192", 1, 4096, {**decode, "context": 8192}),
+    )
+    return [
+        _dense(f"seed-attention/{name}-{dtype}", "attention", T, D, dtype=dtype, **more)
+        for name, T, D, more in sizes
+        for dtype in ("float32", "bfloat16")
+    ]
+
+
+def seed_linear() -> list[Experiment]:
+    """The four dense products of the decoders that the original plan tunes."""
+    sizes = ((32, 256, 1024), (128, 768, 3072), (128, 1024, 4096))
+    return [
+        _dense(f"seed-linear/{T}x{D}-{name}-{dtype}", "linear", T, depth, columns, dtype=dtype, bias=True)
+        for T, D, hidden in sizes
+        for name, depth, columns in (
+            ("qkv", D, 3 * D), ("out", D, D), ("ffn1", D, hidden), ("ffn2", hidden, D),
+        )
+        for dtype in ("float32", "bfloat16")
+    ]  # fmt: skip
+
+
+def seed_rmsnorm() -> list[Experiment]:
+    """RMSNorm of the original plan: 16 x 4,096 tokens of 512."""
+    return [
+        _dense(f"seed-rmsnorm/65536x512-{dtype}", "rms_norm", 65536, 512, dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+    ]
+
+
 SUITES: dict[str, Callable[[], list[Experiment]]] = {
     suite.__name__.replace("_", "-"): suite
     for suite in (
-        seed_fused, seed_qwen, seed_pack, seed_grid, seed_routing, seed_decoder, topk_grid, gpu_quick,
-        cpu_grid, layouts, soft_moe, regret,
+        seed_fused, seed_qwen, seed_pack, seed_grid, seed_routing, seed_moe_block, seed_dense, seed_attention,
+        seed_linear, seed_rmsnorm, seed_balance, topk_grid, gpu_quick, cpu_grid, layouts, soft_moe, regret,
     )
 }  # fmt: skip
 

@@ -38,6 +38,7 @@ WORKLOAD = "zipf(1.2)"  # the default; uniform routing flatters every kernel
 MAX_WEIGHT_BYTES = 256 * 2**20
 MAX_ACTIVATION_BYTES = 256 * 2**20
 MAX_FLOPS = 2e10
+ATTENTION = "attention"  # the span whose work grows with the length of a sequence, not with its tokens alone
 FEWER_TOKENS = "-tokens"  # ends the name of a case that has fewer tokens than asked for
 
 Question = tuple[str, str, str, str]
@@ -109,7 +110,7 @@ class Experiment:
     """
 
     span: str = axis(
-        MISSING, "An op; or pack (dispatch and combine), routing, layer, block, parallel.",
+        MISSING, "An op; or pack (dispatch and combine), routing, layer, block, decoder, parallel.",
         compare="agree", plural="spans",
     )  # fmt: skip
     direction: str = axis(
@@ -137,8 +138,32 @@ class Experiment:
     shared_F: int = _what(
         0, "Hidden width of a shared expert; 0: none.", flag="--shared", asks=True, compare="row"
     )
-    heads: int = _what(0, "Heads of the attention in a decoder block.", compare="row")
-    sequences: int = _what(1, "Sequences in the batch.", compare="row")
+    heads: int = _what(
+        0,
+        "Heads of the attention; 0: one for each 64 of the width.",
+        flag="--heads",
+        asks=True,
+        compare="row",
+    )
+    kv_heads: int = _what(
+        0, "Heads of keys and values; 0: as many as heads.", flag="--kv-heads", asks=True, compare="row",
+        since=3,
+    )  # fmt: skip
+    sequences: int = _what(1, "Sequences in the batch.", flag="--sequences", asks=True, compare="row")
+    context: int = _what(
+        0, "Keys of each sequence; 0: as many as its tokens.", flag="--context", asks=True, compare="row",
+        since=3,
+    )  # fmt: skip
+    causal: bool = _what(
+        True, "A query sees no later key.", flag="--causal/--no-causal", asks=True, compare="row", since=3
+    )
+    window: int = _what(
+        0, "A query sees only keys so near; 0: all.", flag="--window", asks=True, compare="row", since=3
+    )
+    rotary: bool = _what(
+        False, "Turn queries and keys inside the call.", flag="--rotary/--no-rotary", asks=True,
+        compare="row", since=3,
+    )  # fmt: skip
     layout: str = axis("compact", "The layout for whoever names none.", column="case_layout", since=3)
     weights: bool = axis(True, "Experts' weights take part.", since=3)
     checkpoint: str = axis("", "A saved model to take weights and router from.", since=3)
@@ -226,6 +251,8 @@ class Experiment:
             raise ValueError(f"a memory cap of {self.memory_gib} GiB; give between 0.1 and 4096")
         if len(set(self.implementations)) < len(self.implementations):
             raise ValueError("the same implementation in the same layout is named twice")
+        if self.span == ATTENTION:
+            _ = self.query_shape  # raises if there is none
 
     @cached_property
     def shape(self) -> MoEShape:
@@ -247,6 +274,25 @@ class Experiment:
             return _EXPERIMENT.validate_json(text)
         except ValidationError as error:
             raise ValueError(f"this is not an experiment: {first_problem(error)}") from None
+
+    @property
+    def query_shape(self) -> tuple[int, int, int, int]:
+        """Sequences, heads, tokens of each and numbers of a head; ValueError if they do not come out even."""
+        B, H = self.sequences, self.heads or max(1, self.D // 64)
+        J = self.kv_heads or H
+        if min(B, H, J) < 1 or self.T % B or self.D % H or H % J or self.D // H % 2 * self.rotary:
+            raise ValueError(
+                f"{self.T} tokens are not {B} equal sequences, width {self.D} is not {H} equal heads, "
+                f"{J} heads of keys do not divide {H}, or rotary has an odd width of a head"
+            )
+        if min(self.context, self.window) < 0:
+            raise ValueError(f"context {self.context} and window {self.window} are not negative")
+        return B, H, self.T // B, self.D // H
+
+    @property
+    def key_shape(self) -> tuple[int, int, int, int]:
+        B, H, N, A = self.query_shape
+        return B, self.kv_heads or H, self.context or N, A
 
     @property
     def element_size(self) -> int:
@@ -278,13 +324,18 @@ class Experiment:
 
     @property
     def activation_bytes(self) -> int:
-        """The largest set of rows a plain implementation holds at once."""
+        """The largest set of rows a plain implementation holds at once; of attention also all scores."""
+        if self.span == ATTENTION:
+            (B, H, N, A), (_, J, M, _) = self.query_shape, self.key_shape
+            return B * (2 * (H * N + J * M) * A * self.element_size + 4 * H * N * M)
         width = self.D + 2 * self.F if self.weights else self.D
         return self.shape.num_pairs * width * self.element_size
 
     @property
     def flops(self) -> int:
         pairs = self.shape.num_pairs
+        if self.span == ATTENTION:
+            return 4 * self.T * self.D * self.key_shape[2]
         if not self.weights:
             return 2 * pairs * self.D
         return 2 * self._matrices * self.D * (pairs * self.F + self.T * self.shared_F)

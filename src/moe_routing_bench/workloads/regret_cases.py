@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import product
+from typing import Any
 
 from moe_routing_bench.workloads.experiment import Experiment
 
@@ -22,7 +23,7 @@ CHOICES = {"e128-k8": (1, 1, 128, 8), "e64-k8": (1, 1, 64, 8), "e40-k8": (1, 1, 
 DTYPES = ("float32", "bfloat16")
 EVEN, SKEWED = "balanced", "zipf(1.2)"
 # what "auto" may pick, and Transformers' experts: each keeps the rule for ties, its result and gradients
-CONTENDERS = {
+IMPLEMENTATIONS = {
     "topk": ("auto", "native", "sort", "packed_key"),
     "make_plan": ("auto", "native", "argsort", "counting"),
     "dispatch": ("auto", "native", "index_select"),
@@ -38,6 +39,9 @@ CONTENDERS = {
         "hf_eager",
         "hf_batched_mm",
     ),
+    "rms_norm": ("auto", "native", "torch"),
+    "attention": ("auto", "native", "sdpa", "sdpa_folded"),
+    "linear": ("auto", "frozen(auto)", "native", "torch"),
 }
 
 
@@ -67,6 +71,7 @@ def regret() -> list[Experiment]:
         *_grid("make_plan", ("e128-k8", "e8-k2"), ("float32",), (16, 1024), workload=EVEN, threads=1),
         *_moved("dispatch"),
         *_moved("combine"),
+        *_around(),
     ]
     return [case for _, case in sorted(made, key=lambda one: one[0])]
 
@@ -76,6 +81,36 @@ def _moved(span: str) -> Iterator[Ordered]:
     yield from _grid(span, ("mixtral-s", "tiny"), DTYPES, (4096,), workload=EVEN)
     yield from _grid(span, ("olmoe", "tiny"), DTYPES, (64,), threads=1)
     yield from _grid(span, ("olmoe",), DTYPES, (1024,), direction="train")
+
+
+def _around() -> Iterator[Ordered]:
+    """The layers around the experts: decoding and prompts, wide heads and narrow ones."""
+    for dtype in DTYPES:
+        for name, T, D, more in (
+            ("decode-1024", 1, 4096, {"heads": 32, "kv_heads": 8, "context": 1024}),
+            ("decode-8192", 1, 4096, {"heads": 32, "kv_heads": 8, "context": 8192}),
+            ("narrow-4x256", 1024, 512, {"heads": 32, "kv_heads": 16, "sequences": 4}),
+            ("bert-128", 128, 768, {"heads": 12, "causal": False}),
+            ("bert-512", 512, 768, {"heads": 12, "causal": False}),
+            ("wide-1024", 1024, 2048, {"heads": 16, "kv_heads": 4}),
+            ("bert-128-train", 128, 768, {"heads": 12, "causal": False, "direction": "train"}),
+        ):
+            yield _dense("attention", name, dtype, T, D, 1, **more)
+        for T, (D, F) in product((1, 16, 128, 1024), ((768, 3072), (2048, 2048))):
+            yield _dense("linear", f"{T}x{D}x{F}", dtype, T, D, F, weights=True)
+        for T, D in ((1, 2048), (128, 2048), (16384, 512)):
+            yield _dense("rms_norm", f"{T}x{D}", dtype, T, D, 1)
+        yield _dense("rms_norm", "128x2048-train", dtype, 128, 2048, 1, direction="train")
+
+
+def _dense(
+    span: str, name: str, dtype: str, T: int, D: int, F: int, *, weights: bool = False, **more: Any
+) -> Ordered:
+    case = Experiment(
+        case=f"regret/{span}-{name}-{dtype}", span=span, T=T, D=D, F=F, E=1, K=1, dtype=dtype,
+        weights=weights, activation="relu", threads=2, **more,
+    )  # fmt: skip
+    return (True, 2, case.direction, span, name, dtype, T, ""), case
 
 
 def _grid(

@@ -1,4 +1,5 @@
-"""Imported by the fork server alone (fork_server.py): it adopts the processes that its workers leave behind.
+"""The fork server alone imports this file (fork_server.py). The server then adopts the processes that its
+workers leave behind.
 
 So they are found among its descendants, wherever they hide. What the user's own process starts, such as a
 job that a notebook detaches, is not among those.

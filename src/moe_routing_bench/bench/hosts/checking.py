@@ -1,7 +1,6 @@
-"""Is every timed result right? Each is compared with the trusted baseline's for the same inputs, and calls
-drawn by lot afterwards are judged in full. What the comparison doubts, the float64 oracle decides, so no
-honest kernel is blamed for differing from the baseline.
-"""
+"""Checks that every timed result is right. Each is compared with the trusted baseline's result for the same
+inputs, and calls drawn by lot are judged in full. If the comparison doubts a result, the float64 oracle
+decides, so no honest kernel is blamed for differing from the baseline."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from moe_routing_bench.bench.calls import Result, result_from, tensors_by_name
 from moe_routing_bench.bench.judging import ExpectedOutput, Judge
-from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.core.accuracy import FACTOR, FLOOR_MAX, FLOOR_RMS
 from moe_routing_bench.workloads.experiment import ImplementationRef
 
@@ -39,21 +38,21 @@ class Checker:
         try:
             return result_from(tensors, self.right.baseline)
         except ValueError as error:
-            raise SubjectError(Status.WRONG_STRUCTURE, str(error)) from None
+            raise ImplementationError(Status.WRONG_STRUCTURE, str(error)) from None
 
     def alike(self, one: Result, other: Result, args: Mapping[str, Any]) -> bool:
-        """Are two results of the same call as near as two right ones are?"""
+        """True if two results of the same call are as near as two right ones."""
         a, b = (self._telling(result, args) for result in (one, other))
         return a.keys() == b.keys() and all(
             _near(a[name], b[name], self.bounds.get(name, Bound(largest=0.0, rms=0.0))) for name in a
         )
 
     def judge_in_full(
-        self, result: Result, number: int, step: int, subject: ImplementationRef, ties: str
+        self, result: Result, number: int, step: int, implementation: ImplementationRef, ties: str
     ) -> None:
-        finding = self.judge.judge_result(result, number, step, subject, ties)
+        finding = self.judge.judge_result(result, number, step, implementation, ties)
         if finding.status is not Status.PASSED:
-            raise SubjectError(finding.status, finding.reason)
+            raise ImplementationError(finding.status, finding.reason)
 
     def _telling(self, result: Result, args: Mapping[str, Any]) -> dict[str, Tensor]:
         out = self.judge.span.meaningful(result.out, args)

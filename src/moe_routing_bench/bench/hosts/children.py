@@ -27,10 +27,10 @@ from pydantic import ValidationError
 from moe_routing_bench.bench.hosts.filtering import is_filtered
 from moe_routing_bench.bench.hosts.freezing import GoneError
 from moe_routing_bench.bench.hosts.holding import Tree
-from moe_routing_bench.bench.hosts.messages import Ready, Reply, Timed
+from moe_routing_bench.bench.hosts.messages import Prepared, Ready, Reply, Timed
 from moe_routing_bench.bench.hosts.sandbox import SandboxedProcess
 from moe_routing_bench.bench.loaded import mapped_by
-from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.bench.untrusted import receive
 from moe_routing_bench.core.fork_server import (
     OTHER_SETTINGS,
@@ -60,7 +60,7 @@ class Vitals:
 
 
 class Child:
-    """A child process: Child(experiment, (1,), serve).ready().ask("describe", Described, subject=0).
+    """A child process: Child(experiment, (1,), serve).ready().ask("describe", Described, place=0).
 
     serve: its main function, which gets a pipe, the experiment, its scratch folder, its cores, and `more`
     held: it runs code from outside, so this process holds it and all it starts (holding.py); it waits for
@@ -72,7 +72,7 @@ class Child:
         sandbox: bool = False, fds: Sequence[int] = (), held: bool = False,
     ):  # fmt: skip
         self.experiment, self.cores = experiment, cores
-        self.called: set[int] = set()  # subjects that have made calls here
+        self.called: set[int] = set()  # places of implementations that have made calls here
         self.scratch, self._began = Path(tempfile.mkdtemp(prefix="mrb-")), time.time()
         # the log's name may lead elsewhere later, so it is only read through this
         self._log = os.open(self.scratch / "log", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -98,9 +98,9 @@ class Child:
             try:
                 self._tree = Tree(self.pid)
                 self._send({"do": "begin"})
-            except (GoneError, SubjectError):
+            except (GoneError, ImplementationError):
                 self.close()
-                raise SubjectError(Status.CRASHED, "its process ended before it began") from None
+                raise ImplementationError(Status.CRASHED, "its process ended before it began") from None
 
     @property
     def held(self) -> str:
@@ -120,7 +120,8 @@ class Child:
         return self._tree.others()
 
     def ready(self, meanwhile: Callable[[], None] = lambda: None) -> Self:
-        """Wait until it has made its inputs, which for a model takes seconds; until then, do `meanwhile`."""
+        """Waits until the child has made its inputs, which takes seconds for a model, and does `meanwhile`
+        until then."""
         try:
             meanwhile()
             self._begin()
@@ -137,7 +138,7 @@ class Child:
         self._settings = settings_of(self.pid)
         mine, expected = self._settings, self._expected
         if mine is not None and expected is not None and not mine.fits(expected):
-            raise SubjectError(Status.SUSPECT, f"its process {OTHER_SETTINGS} before its first call")
+            raise ImplementationError(Status.SUSPECT, f"its process {OTHER_SETTINGS} before its first call")
         self.threads = self.count_threads()
         self._alone, self._before = self.vitals().rss_bytes, 0
 
@@ -147,7 +148,7 @@ class Child:
         return self._process.pid
 
     def harm(self) -> str:
-        """What somebody did to it while it was not its turn, in words; empty if nothing."""
+        """Says what was done to it while it was not its turn; empty if nothing."""
         if not self._process.is_alive():
             return "ended"
         if self._settings is not None and settings_of(self.pid) not in (self._settings, None):
@@ -164,7 +165,7 @@ class Child:
             return ""
 
     def ask(self, what: str, answer_type: type[A], **details: Any) -> A:
-        """The answer to a request, as `answer_type`; SubjectError if there is no valid one."""
+        """The answer to a request, as `answer_type`; ImplementationError if there is no valid one."""
         self._asked = what
         self._send({"do": what, **details})
         return self._answer(answer_type)
@@ -174,15 +175,16 @@ class Child:
         self.ask("next_cell", Reply, experiment=experiment.to_json())
         self.experiment, self.called = experiment, set()
 
-    def sample(self, *, warm: bool = True, **details: Any) -> tuple[Timed, float]:
-        """A timed span by two clocks: the child's, which is precise, and this process's in seconds, which
-        includes the time in the pipe and which the child cannot change."""
-        self.ask("prepare", Reply, warm=warm, **details)
+    def sample(self, **details: Any) -> tuple[Timed, float]:
+        """Times a span by two clocks. The child's clock is precise. This process's clock includes the time in
+        the pipe, and the child cannot change it."""
+        if (reason := self.ask("prepare", Prepared, **details).unsupported) is not None:
+            raise ImplementationError(Status.UNSUPPORTED, reason)
         started = _now_ns()
         timed = self.ask("go", Timed)
         seen = (_now_ns() - started) * 1e-9
         if timed.seconds > seen:
-            raise SubjectError(
+            raise ImplementationError(
                 Status.SUSPECT, f"it says a sample took {timed.seconds:g} s, longer than the {seen:g} s seen"
             )
         return timed, seen
@@ -199,7 +201,7 @@ class Child:
             return 0
 
     def vitals(self) -> Vitals:
-        """Of the child itself, cheap to read; zeros if the system does not report them."""
+        """Memory and threads of the child itself, cheap to read; zeros if the system does not report them."""
         fields = dict(re.findall(r"^(VmRSS|VmHWM|Threads):\s+(\d+)", self._status(), re.M))
         return Vitals(
             rss_bytes=1024 * int(fields.get("VmRSS", 0)),
@@ -208,14 +210,15 @@ class Child:
         )
 
     def begin_watch(self) -> None:
-        """From here on, threads and memory are counted as the next subject's."""
+        """From here on, threads and memory count as those of the next implementation."""
         self.threads = self.count_threads()
         self._before = self.vitals().rss_bytes
         with contextlib.suppress(OSError):  # without it the peak is that of the whole process
             Path(f"/proc/{self.pid}/clear_refs").write_text("5")
 
     def peak_bytes(self) -> int | None:
-        """The most memory since begin_watch, as if in a process of its own; None if unknown."""
+        """The peak memory since begin_watch, as if the implementation had its own process; None if
+        unknown."""
         peak = self.vitals().peak_bytes
         return self._alone + max(0, peak - self._before) if peak else None
 
@@ -269,15 +272,15 @@ class Child:
         except ValueError:
             raise self._wrote_nonsense() from None
 
-    def _late(self) -> SubjectError:
+    def _late(self) -> ImplementationError:
         status = Status.TIMEOUT if self.limit >= self.experiment.step_seconds else Status.NO_TIME
-        return SubjectError(status, f"it did not answer within {self.limit:.3g} s and was stopped")
+        return ImplementationError(status, f"it did not answer within {self.limit:.3g} s and was stopped")
 
-    def _wrote_nonsense(self) -> SubjectError:
+    def _wrote_nonsense(self) -> ImplementationError:
         self._join(0.2)
         if not self._process.is_alive():  # it died in the middle of a message
             return self._died()
-        return SubjectError(Status.SUSPECT, "it wrote into the pipe of the benchmark")
+        return ImplementationError(Status.SUSPECT, "it wrote into the pipe of the benchmark")
 
     def _read(self, message: bytes, answer_type: type[A]) -> A:
         try:
@@ -289,29 +292,29 @@ class Child:
         try:
             return answer_type.model_validate(answer)
         except ValidationError:
-            raise SubjectError(Status.SUSPECT, f"its answer to {self._asked} is not valid") from None
+            raise ImplementationError(Status.SUSPECT, f"its answer to {self._asked} is not valid") from None
 
-    def _died(self) -> SubjectError:
+    def _died(self) -> ImplementationError:
         self._join(5)
         code = self._process.exitcode
         if code is None:
-            return SubjectError(
+            return ImplementationError(
                 Status.CRASHED, "it closed the pipe of the benchmark and went on without answering"
             )
-        return SubjectError(Status.CRASHED, f"its process {ending(code)}")
+        return ImplementationError(Status.CRASHED, f"its process {ending(code)}")
 
 
-def _error(asked: str, message: str, error_type: str) -> SubjectError:
+def _error(asked: str, message: str, error_type: str) -> ImplementationError:
     # an absent library raises when the implementation is loaded, and run_kit if no case is supported; later
     # this is an ordinary error
     if error_type == "NotImplementedError" and asked in ("describe", "kit"):
-        return SubjectError(Status.UNSUPPORTED, message.partition(": ")[2] or message)
+        return ImplementationError(Status.UNSUPPORTED, message.partition(": ")[2] or message)
     if (
         error_type == "MemoryError"
         or "can't allocate memory" in message
         or "Cannot allocate memory" in message
     ):
-        return SubjectError(
+        return ImplementationError(
             Status.OOM, f"it needed more memory than the cap: {message.splitlines()[0][:300]}"
         )
-    return SubjectError(Status.RUNTIME_ERROR, f"raised {message}")
+    return ImplementationError(Status.RUNTIME_ERROR, f"raised {message}")

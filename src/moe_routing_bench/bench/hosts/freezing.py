@@ -1,4 +1,4 @@
-"""What the system knows about a process: threads, children, CPU time; and the end of those left behind."""
+"""Reads what the system knows about a process (threads, children, CPU time), and ends what is left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FREEZE_SECONDS = 10.0
 
 
 class GoneError(Exception):
-    """The process is no more."""
+    """The process has ended."""
 
 
 def _state(pid: int, tid: str) -> str:
@@ -36,7 +36,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def family(pid: int) -> set[int]:
-    """Processes that this one started, and theirs."""
+    """Returns the processes that this one started, and those that they started."""
     members: set[int] = set()
     waiting = [pid]
     while waiting:
@@ -54,7 +54,7 @@ def _children(pid: int) -> Iterator[int]:
 
 
 def faults_of_ended_children(pid: int) -> int:
-    """Page faults of children that ended and were waited for: more than before means that there was one."""
+    """Returns the page faults of children that have ended. If the number grew, a child has run and ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[8])
     except (OSError, IndexError, ValueError):
@@ -62,7 +62,7 @@ def faults_of_ended_children(pid: int) -> int:
 
 
 def adopt_orphans() -> None:
-    """Make orphans among the descendants children of this process, where they can be seen and ended."""
+    """Makes orphans among the descendants children of this process, which can then see and end them."""
     if sys.platform == "linux":
         pr_set_child_subreaper = 36
         ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
@@ -79,7 +79,8 @@ def end(pids: set[int]) -> None:
 
 
 def _has_ended(pid: int) -> bool:
-    """Also if its parent has not asked how. A process whose first thread has ended may have others."""
+    """True if the process has ended, even if its parent has not asked how. A process whose first thread has
+    ended may have other threads."""
     try:
         return all(_state(pid, tid) in "ZX" for tid in os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208
     except (FileNotFoundError, ProcessLookupError):
@@ -87,7 +88,7 @@ def _has_ended(pid: int) -> bool:
 
 
 class Strangers:
-    """Processes that workers left behind, wherever they hid.
+    """Processes that workers left behind.
 
     server: the process that starts the workers and adopts their orphans (adopting.py)
     """

@@ -1,4 +1,4 @@
-"""Host: what the measuring loop needs of the processes that run implementations.
+"""Host: what trials and the measuring loop need of the processes that run implementations.
 
 shared.py     our own code, all of it in one process
 ranks.py      the same for a layer on several processes
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 from moe_routing_bench.bench.series import Series
+from moe_routing_bench.core.accuracy import Verdict
 
 Clock: TypeAlias = Literal["child", "parent"]
 
@@ -31,6 +33,8 @@ class Turn:
     keep: int | None = None
     hot: bool = True
     stages: bool = False  # instead, the parts of call `first`, one by one
+    poison: bool = False  # new memory holds nonsense
+    name: str = ""  # a kept result with a name is read again after the next kept one: it must be the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +55,23 @@ class Reading:
     stages: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What judging found out about a turn whose results are all right.
+
+    results: how many were compared with the oracle
+    runs:    what really ran, in words
+    file:    holds the kept result
+    """
+
+    results: int = 0
+    verdict: Verdict | None = None
+    runs: str = ""
+    file: Path = Path()
+
+
 class Host(Protocol):
-    """Runs the turns of some series. Every method raises SubjectError if something is wrong.
+    """Runs the turns of some series. Every method raises ImplementationError if something is wrong.
 
     clock: "child" if the process that runs the code also times it, "parent" if nothing in it is trusted
     """
@@ -60,27 +79,28 @@ class Host(Protocol):
     clock: Clock
 
     def prepare(self, series: Series) -> bool:
-        """Start what it needs. Has its code made calls there before?"""
+        """Starts the processes it needs. Returns True if its code has made calls there before."""
         ...
 
     def sample(self, turn: Turn) -> Reading: ...
 
-    def judge(self, turn: Turn) -> int:
-        """Check what the turn computed: how many of its results were compared with the oracle."""
+    def judge(self, turn: Turn) -> Judged:
+        """Checks the results of the turn."""
         ...
 
     def finish(self, series: Series) -> str:
-        """The last checks after its last turn; what a reader must know about its times."""
+        """Does the last checks after its last turn. Returns what a reader must know about its times."""
         ...
 
     def check_weights(self) -> None:
-        """Are the experts' weights as they were? It takes a while, so it is asked once, at the end."""
+        """Checks that the experts' weights are unchanged. It takes a while, so it is called once, at the
+        end."""
         ...
 
     def harm(self) -> str:
-        """What somebody did to its processes while it was not their turn; empty if nothing."""
+        """Says what was done to its processes while it was not their turn; empty if nothing."""
         ...
 
     def end(self) -> None:
-        """End its processes. The next turn starts new ones."""
+        """Ends its processes. The next turn starts new ones."""
         ...

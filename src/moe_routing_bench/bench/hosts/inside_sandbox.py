@@ -1,4 +1,4 @@
-"""The first thing a sandboxed process runs: reads what to serve from its input, and serves it."""
+"""The first code in a sandboxed process: it reads from its input what to serve, and serves it."""
 
 from __future__ import annotations
 

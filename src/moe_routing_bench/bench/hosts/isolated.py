@@ -22,12 +22,12 @@ from contextlib import contextmanager
 from statistics import median
 
 from moe_routing_bench.bench.hosts.freezing import Strangers
-from moe_routing_bench.bench.hosts.host import Clock, Reading, Turn
+from moe_routing_bench.bench.hosts.host import Clock, Judged, Reading, Turn
 from moe_routing_bench.bench.hosts.seats import Drawn, Seat, Secret
 from moe_routing_bench.bench.inputs import ROUTINGS
 from moe_routing_bench.bench.series import Series
 from moe_routing_bench.bench.setup import NEAR, Setup
-from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.core.fork_server import server_pid
 from moe_routing_bench.workloads.experiment import Question
 
@@ -100,13 +100,13 @@ class IsolatedHost:
         seat = self.seats[turn.series]
         before = seat.child.vitals()
         with _blaming(turn.series):
-            question = seat.subject.question
+            question = seat.implementation.question
             if question not in self.drawn:
                 self.drawn[question] = seat.draw(self.numbers, self.steps)
             seconds, tensors = seat.sample(self.drawn[question].first(seat.calls, seat.slot_bytes))
             seat.results = [seat.checker.result(one) for one in tensors]
         if left := self.isolation.end_strangers():
-            raise SubjectError(Status.SUSPECT, f"it left {left} processes running")
+            raise ImplementationError(Status.SUSPECT, f"it left {left} processes running")
         return Reading(
             # at least half is left: code that suddenly does nothing must not get a time of nothing
             seconds=max(seconds - seat.taken_off, seconds / 2) / seat.calls,
@@ -115,7 +115,7 @@ class IsolatedHost:
             # new threads may wait in a frozen process; those that work are seen by their CPU time
         )  # fmt: skip
 
-    def judge(self, turn: Turn) -> int:
+    def judge(self, turn: Turn) -> Judged:
         """Compare all results with the partner's. Some are judged in full, by lot; and what should be kept,
         unless one was before."""
         series, seat = turn.series, self.seats[turn.series]
@@ -126,7 +126,7 @@ class IsolatedHost:
             if turn.keep is not None and not seat.judged and series.role != "beside":
                 self._judge(series, self._any_call(seat))
         self._compare()
-        return seat.judged - before
+        return Judged(results=seat.judged - before)
 
     def finish(self, series: Series) -> str:
         if series in self.trusted:
@@ -233,10 +233,10 @@ class IsolatedHost:
         return self._oracle_seconds <= ORACLE_SHARE * (time.perf_counter() - self._started)
 
     def _judge(self, series: Series, call: int) -> None:
-        started, subject, seat = time.perf_counter(), series.implementation, self.seats[series]
+        started, implementation, seat = time.perf_counter(), series.implementation, self.seats[series]
         seat.checker.judge_in_full(
-            seat.results[call], self.numbers[call + 1], self.steps[call + 1], subject,
-            self.setup.trials[subject].about.ties,
+            seat.results[call], self.numbers[call + 1], self.steps[call + 1], implementation,
+            self.setup.trials[implementation].about.ties,
         )  # fmt: skip
         seat.judged += 1
         self._oracle_seconds += time.perf_counter() - started
@@ -247,6 +247,6 @@ def _blaming(series: Series) -> Iterator[None]:
     """It may not be the one whose turn it is."""
     try:
         yield
-    except SubjectError as failure:
+    except ImplementationError as failure:
         failure.series = series
         raise

@@ -1,4 +1,4 @@
-"""A child that runs code from outside: it stands still except when it is its turn."""
+"""A child that runs code from outside. It is frozen except during its turn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_routing_bench.bench.hosts.freezing import GoneError, cpu_seconds, fault
 from moe_routing_bench.bench.hosts.holding import Tree
 from moe_routing_bench.bench.hosts.memory import Place, read_memory
 from moe_routing_bench.bench.hosts.messages import Done, Reply, ResultAt
-from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.workloads.experiment import Experiment
 
 READ_SECONDS = 5.0  # memory that makes its reader wait longer is no result
@@ -51,7 +51,7 @@ class IsolatedChild(Child):
         self._look()
 
     def prepare(self, *, calls: int, hot: bool, empty: bool = False) -> None:
-        """Not timed. Afterwards it stands still."""
+        """Prepares a turn, which is not timed. Afterwards the child stands still."""
         self._check_still()
         self.tree.resume()
         self.ask("prepare", Reply, calls=calls, hot=hot, empty=empty)
@@ -73,7 +73,7 @@ class IsolatedChild(Child):
         self._look()
         cpu = cpu_seconds(self.pid) - cpu
         if faults_of_ended_children(self.pid) != ended:
-            raise SubjectError(Status.SUSPECT, "it started other processes in a timed call")
+            raise ImplementationError(Status.SUSPECT, "it started other processes in a timed call")
         results = self._read(message, Done).results
         return TimedCalls(seconds=seconds, cpu_seconds=cpu, results=results)
 
@@ -82,15 +82,17 @@ class IsolatedChild(Child):
         places = []
         for result in results:
             if result.wrong_type:
-                raise SubjectError(Status.WRONG_STRUCTURE, result.wrong_type)
+                raise ImplementationError(Status.WRONG_STRUCTURE, result.wrong_type)
             for t in result.tensors:
                 if not isinstance(getattr(torch, t.dtype, None), torch.dtype) or len(t.shape) != len(
                     t.stride
                 ):
-                    raise SubjectError(Status.SUSPECT, f"its answer names a tensor of dtype {t.dtype!r}")
+                    raise ImplementationError(
+                        Status.SUSPECT, f"its answer names a tensor of dtype {t.dtype!r}"
+                    )
                 place = Place(start=t.address, shape=t.shape, stride=t.stride, dtype=t.dtype)
                 if place.num_bytes > MAX_GAPS * most_bytes + 2**20:
-                    raise SubjectError(Status.WRONG_SHAPE, f"a result of shape {t.shape}")
+                    raise ImplementationError(Status.WRONG_SHAPE, f"a result of shape {t.shape}")
                 places.append(place)
         spans = [(place.start, place.num_bytes) for place in places]
         copies = iter(self._within(READ_SECONDS, lambda: read_memory(self.pid, spans)))
@@ -115,37 +117,41 @@ class IsolatedChild(Child):
         except GoneError:
             raise self._died() from None
         except TimeoutError as late:
-            raise SubjectError(Status.SUSPECT, str(late)) from None
+            raise ImplementationError(Status.SUSPECT, str(late)) from None
 
     def _look(self) -> None:
         """What is left besides it when it stands still; from here on it must."""
         if others := self.tree.others():
-            raise SubjectError(Status.SUSPECT, f"it left {others} processes running")
+            raise ImplementationError(Status.SUSPECT, f"it left {others} processes running")
         self.tree.watch()
 
     def _check_still(self) -> None:
         if self.tree.has_moved():
-            raise SubjectError(Status.SUSPECT, "its process ran while it was stopped")
+            raise ImplementationError(Status.SUSPECT, "its process ran while it was stopped")
 
     def _within(self, seconds: float, read: Callable[[], V]) -> V:
-        """A read of memory whose pages another process fills may never end: then this process is ended."""
+        """Ends the child if a read of its memory does not return. Another process may fill those pages and
+        never do so."""
         pool = ThreadPoolExecutor(1)
         try:
             return pool.submit(read).result(seconds)
         except LateError:
             self._process.kill()
-            raise SubjectError(Status.SUSPECT, "its result lies in memory that cannot be read") from None
+            raise ImplementationError(
+                Status.SUSPECT, "its result lies in memory that cannot be read"
+            ) from None
         except OSError as error:
             reason = f"its result does not lie in its memory: {error.strerror}"
-            raise SubjectError(Status.SUSPECT, reason) from None
+            raise ImplementationError(Status.SUSPECT, reason) from None
         finally:
             pool.shutdown(wait=False)
 
 
 @contextmanager
 def _on_cores(cores: tuple[int, ...]) -> Iterator[None]:
-    """Wait where the worker runs: its core is free when it is done. On another core, if something keeps that
-    busy, this process would be woken only at the next tick of the scheduler, up to 4 ms later."""
+    """Runs this process on the worker's core, which is free when the worker is done. On another core that
+    something keeps busy, this process would be woken only at the next tick of the scheduler, up to 4 ms
+    later."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores or before)
     try:

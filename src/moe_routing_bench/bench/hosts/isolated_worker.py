@@ -47,7 +47,7 @@ class _Outside:
     def __init__(self, experiment: Experiment, plan: Mapping[str, Any]):
         for folder in experiment.include:
             include_folder(folder)  # first: the span may be an operation from outside
-        self.experiment, self.span, (self.subject,) = (
+        self.experiment, self.span, (self.implementation,) = (
             experiment,
             span_named(experiment.span),
             experiment.implementations,
@@ -63,8 +63,8 @@ class _Outside:
         self.weights_in_use = inputs.weights if self.span.weights else None
         self.flusher = CacheFlusher() if experiment.cache != "hot" else None
         start_threads("cpu")
-        self.template = self.span.arguments(self.span.call(self.subject, inputs, 0, 0))
-        self.caller = Caller(self.span, self.span.built(self.subject, inputs), experiment.direction)
+        self.template = self.span.arguments(self.span.call(self.implementation, inputs, 0, 0))
+        self.caller = Caller(self.span, self.span.built(self.implementation, inputs), experiment.direction)
         self.timed: list[Callable[[], Any]] = []
         self.args: list[dict[str, Any]] = []
         self.returned: list[Any] = []

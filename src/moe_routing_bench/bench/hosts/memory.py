@@ -1,4 +1,4 @@
-"""Memory that parent and worker share, and the parent's look into a frozen worker's own memory."""
+"""Memory that parent and worker share, and reading of a frozen worker's own memory by the parent."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Place:
 
     @property
     def numel(self) -> int:
-        """Elements from the first to the last, with gaps."""
+        """The number of elements from the first to the last, with gaps."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
@@ -61,7 +61,7 @@ def place_of(tensor: Tensor, start: int) -> Place:
 
 
 def places_for(tensors: Sequence[Tensor]) -> tuple[list[Place], int]:
-    """Places one after the other, and the bytes they take."""
+    """Returns places one after the other, and the bytes they take together."""
     places, end = [], 0
     for tensor in tensors:
         places.append(place_of(tensor, end))
@@ -148,7 +148,7 @@ def with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 @cache
 def can_freeze_and_read() -> bool:
-    """Does this system let a process hold its children, share sealed memory and read what they hold?"""
+    """True if this system lets a process hold its children, share sealed memory and read their memory."""
     if sys.platform != "linux" or not Path("/proc/self/task").exists() or not can_hold():
         return False
     try:

@@ -31,14 +31,14 @@ class Described(Reply):
     ties: Text = ""
 
 
-# when each stage began and ended on a rank, by the clock that all processes of a machine share
-Stamps = Annotated[
-    tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...], Field(max_length=64, strict=False)
-]
+class Prepared(Reply):
+    """unsupported: why the implementation cannot run on these inputs, by its own account"""
+
+    unsupported: Text | None = None
 
 
-class Called(Reply):
-    """One call whose result is in files.
+class HandedOver(Reply):
+    """One call whose result is in a file.
 
     wrong_type  what is wrong with the result's type, in words
     print       fingerprint of the inputs after the call
@@ -46,14 +46,11 @@ class Called(Reply):
     changed     settings of torch that the call changed
     """
 
-    unsupported: Text | None = None
-    seconds: Seconds = 1.0
     wrong_type: Text = ""
-    print: Text = ""
-    runs: Text = ""
+    print: Text
+    runs: Text
     aliases: bool = False
-    changed: Annotated[tuple[Text, ...], Field(max_length=20, strict=False)] = ()
-    stamps: Stamps = ()
+    changed: Annotated[tuple[Text, ...], Field(max_length=20, strict=False)]
 
 
 class KitRun(Reply):
@@ -70,10 +67,10 @@ class Loaded(Reply):
     files: Annotated[tuple[Text, ...], Field(max_length=1_000, strict=False)]
 
 
-class Calibrated(Reply):
-    calls: Annotated[int, Field(ge=1, le=256)]
-
-
+# when each stage began and ended on a rank, by the clock that all processes of a machine share
+Stamps = Annotated[
+    tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...], Field(max_length=64, strict=False)
+]
 Stages = Annotated[dict[Annotated[str, Field(max_length=200)], Seconds], Field(max_length=64)]
 
 

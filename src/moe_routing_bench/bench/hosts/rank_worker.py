@@ -49,52 +49,47 @@ class _Rank(_Worker):
         self.flusher = None if self.flusher is None else _FlushTogether()
         dist.barrier()
 
-    def gate(
-        self, subject: int, number: int, step: int, poison: bool, name: str, then: bool
-    ) -> dict[str, Any]:
-        if Layout.parse(self.experiment.implementations[subject].layout).kind != "compact":
-            return {"unsupported": COMPACT}
-        return {**super().gate(subject, number, step, poison, name, then), "stamps": self.stamps}
+    def _why_not(self, place: int) -> str | None:
+        compact = Layout.parse(self.experiment.implementations[place].layout).kind == "compact"
+        return super()._why_not(place) if compact else COMPACT
 
-    def kit(self, subject: int, name: str) -> dict[str, Any]:
+    def kit(self, place: int, name: str) -> dict[str, Any]:
         """The hard cases are for one rank, so one runs them."""
-        return {"passed": 0, "failed": 0, "first": ""} if self.ranks.rank else super().kit(subject, name)
-
-    def calibrate(self, subject: int, first: int) -> dict[str, Any]:
-        return {"calls": 1}  # the ranks meet before each
+        return {"passed": 0, "failed": 0, "first": ""} if self.ranks.rank else super().kit(place, name)
 
     def prepare(
-        self, subject: int, first: int, step: int, calls: int, keep: int, warm: bool
+        self, place: int, first: int, step: int, calls: int, keep: int, warm: bool, poison: bool
     ) -> dict[str, Any]:
-        """The call before comes first: it leaves gradients, which the timed one clears when it is made."""
+        """The untimed call comes first, because it leaves gradients. Making the timed call clears them."""
         if warm and self.flusher is None:
-            self._caller(subject).ready(*self._call(subject, first + 1, step))()
-        return super().prepare(subject, first, step, calls, keep, warm=False)
+            self._caller(place).ready(*self._call(place, first + 1, step))()
+        return super().prepare(place, first, step, calls, keep, False, poison)
 
     def go(self) -> dict[str, Any]:
         return {**super().go(), "stamps": self.stamps}
 
-    def stages(self, subject: int, number: int, step: int) -> dict[str, Any]:
+    def stages(self, place: int, number: int, step: int) -> dict[str, Any]:
         return {"stages": {}}  # every sample has them
 
-    def _caller(self, subject: int) -> Caller:
-        if subject not in self._callers:
-            named = self.experiment.implementations[subject]
-            self._callers[subject] = _RankCaller(named, self.inputs, self.ranks, self.stamps)
-        return self._callers[subject]
+    def _caller(self, place: int) -> Caller:
+        if place not in self._callers:
+            named = self.experiment.implementations[place]
+            self._callers[place] = _RankCaller(named, self.inputs, self.ranks, self.stamps)
+        return self._callers[place]
 
 
 class _RankCaller(Caller):
     """Calls of this rank's part of a layer, which write their stamps."""
 
-    def __init__(self, subject: ImplementationRef, inputs: Inputs, ranks: Ranks, stamps: list[float]):
+    def __init__(self, implementation: ImplementationRef, inputs: Inputs, ranks: Ranks, stamps: list[float]):
         self.inputs, self.stamps = inputs, stamps
-        self.layer = span.layer_on(subject, inputs, ranks)
-        runs = "; ".join(f"{op}: {label}" for op, label in span.resolved(subject, inputs))
+        self.layer = span.layer_on(implementation, inputs, ranks)
+        runs = "; ".join(f"{op}: {label}" for op, label in span.resolved(implementation, inputs))
         super().__init__(span, Computation(run=self.layer, runs=runs), inputs.experiment.direction)
 
     def ready(self, call: Call, args: Mapping[str, Any], only: Wanted | None = None) -> Callable[[], OneCall]:
-        """Up to where the clock starts: the forward pass before a backward is not timed."""
+        """Prepares everything up to the start of the clock. The forward pass before a backward is not
+        timed."""
         self.layer.zero_grad()
         one = span.on_rank(self.layer, self.inputs, call, args)
         if self.direction == "backward":
@@ -116,7 +111,7 @@ class _RankCaller(Caller):
 
 
 class _FlushTogether(CacheFlusher):
-    """What another rank overwrites may be the same cache."""
+    """Flushes caches on all ranks together, because ranks may share a cache."""
 
     def flush(self) -> None:
         super().flush()

@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from moe_routing_bench.bench.calls import GRADIENT
 from moe_routing_bench.bench.hosts import rank_worker
 from moe_routing_bench.bench.hosts.children import LOG_TAIL, A, Child, Vitals
-from moe_routing_bench.bench.hosts.messages import Called, Ready, Timed
+from moe_routing_bench.bench.hosts.messages import HandedOver, Ready, Timed
 from moe_routing_bench.bench.hosts.shared import SharedHost
 from moe_routing_bench.bench.spans.parallel import STAGES
-from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.moe.expert_parallel import EXPERTS
 from moe_routing_bench.workloads.experiment import Experiment
 
@@ -33,12 +33,14 @@ IN_PARTS = ("out", f"{GRADIENT}x_TD", f"{GRADIENT}{EXPERTS}")
 
 
 class RanksHost(SharedHost):
+    max_calls = 1  # the ranks meet before each
+
     def check_weights(self) -> None:
         """Every rank computes with copies, so nobody can change another's."""
 
     def _start(self) -> Child:
         return RankGroup(
-            replace(self.setup.experiment, implementations=self.subjects), self.setup.cores
+            replace(self.setup.experiment, implementations=self.implementations), self.setup.cores
         ).ready(self._meanwhile)
 
 
@@ -64,7 +66,7 @@ class RankGroup(Child):
         return answers[0].model_copy(update=_together(answers, STAGES[self.experiment.direction]))
 
     def file(self, name: str) -> Path:
-        """The result of all ranks. What every rank has must be the same on all of them."""
+        """Joins the results of all ranks. What every rank holds whole must be the same on all of them."""
         parts = [load_file(Child.file(child, name)) for child in (self, *self.others)]
         whole = {}
         for tensor, first in parts[0].items():
@@ -73,7 +75,7 @@ class RankGroup(Child):
             elif all(torch.equal(part[tensor], first) for part in parts):
                 whole[tensor] = first
             else:
-                raise SubjectError(Status.WRONG_VALUE, f"ranks have different values of the {tensor}")
+                raise ImplementationError(Status.WRONG_VALUE, f"ranks have different values of the {tensor}")
         save_file(whole, path := super().file(f"all-{name}"))
         return path
 
@@ -114,7 +116,8 @@ class RankGroup(Child):
             child._check_settings()
 
     def _answers(self, answer_type: type[A]) -> list[A]:
-        """Of all ranks. The first failure counts: the others may be waiting for that rank."""
+        """Returns the answers of all ranks. The first failure counts, because the other ranks may be waiting
+        for that one."""
         ranks = (self, *self.others)
         found: dict[int, A] = {}
         until = time.monotonic() + self.limit
@@ -132,21 +135,20 @@ class RankGroup(Child):
             for rank in sorted(ready):
                 try:
                     found[rank] = ranks[rank]._answer(answer_type)
-                except SubjectError as failure:
-                    raise SubjectError(failure.status, f"rank {rank}: {failure.reason}") from None
+                except ImplementationError as failure:
+                    raise ImplementationError(failure.status, f"rank {rank}: {failure.reason}") from None
         self._in_step = True
         return [found[rank] for rank in range(len(ranks))]
 
 
 def _together(answers: list[Any], stages: tuple[str, ...]) -> dict[str, Any]:
-    """What differs from rank to rank, for all of them."""
+    """Joins what differs from rank to rank into one answer."""
     whole: dict[str, Any] = {}
-    if isinstance(answers[0], (Called, Timed)) and answers[0].stamps:
+    if isinstance(answers[0], Timed):
         ends = np.array([answer.stamps for answer in answers]).max(0)  # the last rank counts
         whole["seconds"] = float(ends[-1] - ends[0])
-        if isinstance(answers[0], Timed):
-            whole["stages"] = dict(zip(stages, np.diff(ends).tolist(), strict=True))
-    if isinstance(answers[0], Called):
+        whole["stages"] = dict(zip(stages, np.diff(ends).tolist(), strict=True))
+    if isinstance(answers[0], HandedOver):
         whole["wrong_type"] = next((answer.wrong_type for answer in answers if answer.wrong_type), "")
         same = all(answer.print == answers[0].print for answer in answers)
         whole["print"] = answers[0].print if same else "one of the ranks changed its inputs"

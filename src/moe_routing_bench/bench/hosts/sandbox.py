@@ -1,4 +1,5 @@
-"""A worker under bubblewrap: no network, files that cannot be written, and no other process in sight.
+"""A worker under bubblewrap. It has no network, cannot write files outside its scratch folder, and sees no
+other process.
 
 It is a new Python process instead of a fork, so it starts in seconds. `command` builds the line; the rest
 makes it look like a process of multiprocessing.
@@ -28,7 +29,8 @@ def check_sandbox() -> None:
 
 
 def command(scratch: Path, words: Sequence[str]) -> list[str]:
-    """The line that runs `words` in a sandbox in which only the scratch folder can be written."""
+    """Returns the command line that runs `words` in a sandbox where only the scratch folder can be
+    written."""
     own = [word for name in OWN_FOLDERS for word in ("--setenv", name, str(scratch))]
     return [
         "bwrap", "--die-with-parent", "--unshare-net", "--unshare-pid", "--unshare-ipc", "--unshare-uts",
@@ -59,7 +61,7 @@ class SandboxedProcess:
 
     @property
     def pid(self) -> int:
-        """The worker itself, not bubblewrap around it."""
+        """The process id of the worker itself, not of bubblewrap around it."""
         until = time.monotonic() + 10
         while self._pid is None and time.monotonic() < until:
             file = Path(f"/proc/{self._outer.pid}/task/{self._outer.pid}/children")

@@ -1,4 +1,4 @@
-"""What only the parent knows, and the seats of the processes that may not know it before they are asked."""
+"""Secret inputs for isolated workers: the parent draws them, and a worker sees them only when it is timed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_routing_bench.bench.hosts.secret_inputs import SecretInputs, use_weight
 from moe_routing_bench.bench.judging import ExpectedOutput, Judge, activations
 from moe_routing_bench.bench.setup import Setup
 from moe_routing_bench.bench.spans.span import span_named
-from moe_routing_bench.bench.status import Status, SubjectError
+from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.workloads.experiment import ImplementationRef, Question
 
@@ -58,25 +58,25 @@ class Secret:
         self._rights: dict[Question, ExpectedOutput] = {}
 
     def numbers(self, calls: int) -> range:
-        """Numbers of calls that never were before."""
+        """Returns call numbers that were never used before."""
         first, self._next = self._next, self._next + calls
         return range(first, self._next)
 
-    def right(self, subject: ImplementationRef) -> ExpectedOutput:
-        """The right result of one call, to know sizes and errors."""
-        if subject.question not in self._rights:
-            self._rights[subject.question] = self.judge.right(self.numbers(1)[0], 0, subject)
-        return self._rights[subject.question]
+    def right(self, implementation: ImplementationRef) -> ExpectedOutput:
+        """Returns the right result of one call, which shows sizes and errors."""
+        if implementation.question not in self._rights:
+            self._rights[implementation.question] = self.judge.right(self.numbers(1)[0], 0, implementation)
+        return self._rights[implementation.question]
 
     def arguments(
-        self, subject: ImplementationRef, number: int, step: int
+        self, implementation: ImplementationRef, number: int, step: int
     ) -> tuple[dict[str, Any], list[Tensor]]:
         """A call's arguments, and all tensors that go into a slot: theirs, then the upstream gradient."""
-        call = self.span.call(subject, self.inputs, number, step)
+        call = self.span.call(implementation, self.inputs, number, step)
         args = self.span.arguments(call)
         tensors = list(tensors_in(activations(args)))
         if self.experiment.direction != "forward":
-            shape = value_of(self.right(subject).baseline.out).shape
+            shape = value_of(self.right(implementation).baseline.out).shape
             tensors.append(self.span.upstream(call.upstream(shape), args))
         return args, tensors
 
@@ -113,9 +113,9 @@ class Secret:
 class Seat:
     """One process of a pair, and its slots: memory for the inputs of one hot call and of the timed ones."""
 
-    def __init__(self, secret: Secret, subject: ImplementationRef, most_bytes: int, most_calls: int):
-        self.secret, self.subject = secret, subject
-        tensors = secret.arguments(subject, secret.numbers(1)[0], 0)[1]
+    def __init__(self, secret: Secret, implementation: ImplementationRef, most_bytes: int, most_calls: int):
+        self.secret, self.implementation = secret, implementation
+        tensors = secret.arguments(implementation, secret.numbers(1)[0], 0)[1]
         self.places, self.slot_bytes = places_for(tensors)
         self.most_calls = max(1, min(most_calls, most_bytes // self.slot_bytes))
         self.slots = SharedMemory.new("inputs", self.slot_bytes * (1 + self.most_calls))
@@ -134,11 +134,11 @@ class Seat:
         ):  # other processes are out of sight, so it gets the open files themselves
             plan |= {"slots": f"/proc/self/fd/{self.slots.fd}", "fds": fds}
             plan |= {"weights": f"/proc/self/fd/{secret.weights.fd}"} if secret.weights else {}
-        experiment = replace(secret.experiment, implementations=(subject,))
+        experiment = replace(secret.experiment, implementations=(implementation,))
         self.child = IsolatedChild(experiment, secret.setup.cores, json.dumps(plan), fds)
         self.child.limit, self.held = secret.setup.limit, self.child.held
         self.too_many: list[float] = []  # cores used, in samples that used more than allowed
-        self.checker = Checker(secret.judge, secret.right(subject))
+        self.checker = Checker(secret.judge, secret.right(implementation))
         self.calls, self.judged = 1, 0  # in a sample; in full
         self.cost = self.taken_off = 0.0  # seconds of waking and freezing in a sample
         self.seconds: list[float] = []  # of each sample
@@ -148,7 +148,7 @@ class Seat:
         """The arguments of calls, and the bytes of their slots."""
         held, all_args = torch.zeros(self.slot_bytes * len(numbers), dtype=torch.uint8), []
         for slot, (number, step) in enumerate(zip(numbers, steps, strict=True)):
-            args, tensors = self.secret.arguments(self.subject, number, step)
+            args, tensors = self.secret.arguments(self.implementation, number, step)
             all_args.append(args)
             for place, tensor in zip(self.places, tensors, strict=True):
                 start = slot * self.slot_bytes + place.start
@@ -169,16 +169,16 @@ class Seat:
         timed = self.child.go()
         self._hold_to_cores(timed.seconds, timed.cpu_seconds)
         if not torch.equal(slots, drawn.held):
-            raise SubjectError(Status.MUTATED_INPUT, "its inputs were not the same after the call")
+            raise ImplementationError(Status.MUTATED_INPUT, "its inputs were not the same after the call")
         if len(timed.results) != calls:
-            raise SubjectError(Status.SUSPECT, f"{len(timed.results)} results of {calls} calls")
-        right = self.secret.right(self.subject).baseline
+            raise ImplementationError(Status.SUSPECT, f"{len(timed.results)} results of {calls} calls")
+        right = self.secret.right(self.implementation).baseline
         most = sum(t.numel() * 8 for t in tensors_in((right.out, dict(right.gradients))))
         self.seconds.append(timed.seconds)
         return timed.seconds, self.child.read(timed.results, most)
 
     def empty(self, calls: int) -> list[float]:
-        """Seconds of turns whose calls do nothing."""
+        """Returns the seconds of turns whose calls do nothing."""
         turns = []
         for _ in range(EMPTY_TURNS):
             self.child.prepare(calls=calls, hot=False, empty=True)
@@ -202,4 +202,6 @@ class Seat:
             self.too_many.append(cpu / wall)
         if len(self.too_many) >= TOO_OFTEN:
             used = max(self.too_many)
-            raise SubjectError(Status.SUSPECT, f"it used {used:.1f} cores where --threads is {threads}")
+            raise ImplementationError(
+                Status.SUSPECT, f"it used {used:.1f} cores where --threads is {threads}"
+            )

@@ -1,4 +1,4 @@
-"""Inputs nobody can predict: values, routings and weights follow from a secret that stays in the parent.
+"""Inputs that nobody can predict. Values, routings and weights follow from a secret that stays in the parent.
 
 Every value is one of 65536 normally distributed numbers, picked by a random 16-bit number: that is as fast
 as memory allows, and weights made this way repeat nowhere, so no small table can stand for them. A call's
@@ -65,7 +65,8 @@ class SecretInputs(Inputs):
         return out
 
     def dice(self, *what: object) -> np.random.Generator:
-        """Random numbers for one purpose; who knows those of one purpose knows nothing of another's."""
+        """Returns random numbers for one purpose. Knowing those of one purpose tells nothing about
+        another's."""
         seed = hashlib.blake2b(repr(what).encode(), key=self._secret, digest_size=16).digest()
         return np.random.Generator(np.random.SFC64(int.from_bytes(seed, "little")))
 

@@ -1,28 +1,33 @@
 """SharedHost: several implementations in one child, which times them itself.
 
-With a process each, caches are colder and a round tells ten times less (8 subjects of 0.3 ms: 463 against 45
-ppm s of variance times time). Code from outside is only timed this way where the parent cannot do it, on a
-GPU and outside Linux: then it shares a child with a copy of the baseline, and both clocks must agree.
+With a process each, caches are colder and a round tells ten times less (8 implementations of 0.3 ms: 463
+against 45 ppm s of variance times time). Code from outside is only timed this way where the parent cannot do
+it, on a GPU and outside Linux: then it shares a child with a copy of the baseline, and both clocks must
+agree.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+
+from safetensors import SafetensorError
 
 from moe_routing_bench.bench.hosts import shared_worker
 from moe_routing_bench.bench.hosts.children import Child
 from moe_routing_bench.bench.hosts.holding import can_hold
-from moe_routing_bench.bench.hosts.host import Clock, Reading, Turn
-from moe_routing_bench.bench.hosts.messages import Called, StagesTimed, Weights
+from moe_routing_bench.bench.hosts.host import Clock, Judged, Reading, Turn
+from moe_routing_bench.bench.hosts.messages import Described, HandedOver, KitRun, Loaded, StagesTimed, Weights
 from moe_routing_bench.bench.inputs import ROUTINGS, Inputs
-from moe_routing_bench.bench.judging import Judge
+from moe_routing_bench.bench.kit import can_judge_kit, judge_kit
 from moe_routing_bench.bench.series import Series
-from moe_routing_bench.bench.setup import GATE_CALLS, Numbers, Setup
-from moe_routing_bench.bench.status import Status, SubjectError
-from moe_routing_bench.core.accuracy import Verdict
+from moe_routing_bench.bench.setup import GATE_CALLS, Setup
+from moe_routing_bench.bench.status import ImplementationError, Status
+from moe_routing_bench.bench.untrusted import read_file
 from moe_routing_bench.workloads.axes import values_of
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
@@ -31,28 +36,31 @@ PIPE_SECONDS = 3e-4
 HIDDEN_SHARE = 0.05
 SECOND_CHANCES = 50
 AUDIT_SECONDS = 0.02
+MAX_CALLS = 256  # in one sample: each has its own inputs, all made before the sample
 Span = tuple[float, float]  # seconds by the child's clock and by the parent's
 
 
 class Reuse:
-    """What a cell leaves to the next one with the same weights, or none: them, and the process of our own
-    subjects."""
+    """What a cell leaves to the next one with the same weights, or to any without weights: the inputs, and
+    the process of our own implementations."""
 
     def __init__(self) -> None:
         self.inputs: Inputs | None = None
         self.child: Child | None = None
         self.call_seconds: dict[ImplementationRef, float] = {}  # of the cell before
 
-    def at_least(self, subject: ImplementationRef, experiment: Experiment) -> float:
-        """Seconds that a call takes at least: as many as one with fewer tokens took in the cell before."""
+    def at_least(self, implementation: ImplementationRef, experiment: Experiment) -> float:
+        """A lower limit for the seconds of a call: the time of a call with fewer tokens in the cell
+        before."""
         if self.inputs is None:
             return 0.0
         before, now = self.inputs.experiment, experiment
         alike = (before.span, before.direction) == (now.span, now.direction) and before.shape.T <= now.shape.T
-        return self.call_seconds.get(subject, 0.0) if alike else 0.0
+        return self.call_seconds.get(implementation, 0.0) if alike else 0.0
 
     def fits(self, experiment: Experiment, inputs: Inputs) -> bool:
-        """Is there a process, unharmed, that can measure this cell too? If not, none is left."""
+        """True if there is an unharmed process that can measure this cell too. Otherwise the process is
+        ended."""
         before, child = self.inputs, self.child
         alike = before is not None and (
             before.weights_key == inputs.weights_key
@@ -75,11 +83,15 @@ class SharedHost:
     """SharedHost(setup, (staged, native)).sample(Turn(series=Series("candidate", native), first=100))."""
 
     clock: Clock = "child"
+    max_calls = MAX_CALLS
 
-    def __init__(self, setup: Setup, subjects: tuple[ImplementationRef, ...], reuse: Reuse | None = None):
-        self.setup, self.subjects, self.reuse = setup, subjects, reuse or Reuse()
+    def __init__(
+        self, setup: Setup, implementations: tuple[ImplementationRef, ...], reuse: Reuse | None = None
+    ):
+        self.setup, self.implementations, self.reuse = setup, implementations, reuse or Reuse()
         self._child: Child | None = None
-        self._handed: Called | None = None
+        self._handed: HandedOver | None = None
+        self._named = ""  # the result before, if it must not change
         self._spans: dict[Series, list[Span]] = {}
 
     @property
@@ -88,17 +100,61 @@ class SharedHost:
         if self._child is None and self.reuse.child is not None:
             self._child, self.reuse.child = self.reuse.child, None
             try:
-                self._child.next_cell(replace(self.setup.experiment, implementations=self.subjects))
-            except SubjectError:
+                self._child.next_cell(replace(self.setup.experiment, implementations=self.implementations))
+            except ImplementationError:
                 self.end()
         if self._child is None:
             self._child = self._start()
         self._child.limit = self.setup.limit
         return self._child
 
-    def place(self, subject: ImplementationRef) -> int:
-        """A subject's number in the process."""
-        return self.subjects.index(subject)
+    def place(self, implementation: ImplementationRef) -> int:
+        """An implementation's number in the process."""
+        return self.implementations.index(implementation)
+
+    def describe(self, implementation: ImplementationRef) -> Described:
+        """What it declares. From here on, threads and memory of the process are counted as its own."""
+        self.child.begin_watch()
+        return self.child.ask("describe", Described, place=self.place(implementation))
+
+    def kit(self, implementation: ImplementationRef) -> KitRun:
+        """The hard cases of `mrb check`, all of them in the process. If the code is from outside, its results
+        are judged here: what it says of itself must be so."""
+        judged_here = implementation in self.setup.outside and can_judge_kit(
+            self.setup.experiment, implementation
+        )
+        name = "kit" if judged_here else ""
+        answer = self.child.ask("kit", KitRun, place=self.place(implementation), name=name)
+        if judged_here and not answer.failed:
+            self._judge_kit(answer, implementation)
+        return answer
+
+    def _judge_kit(self, answer: KitRun, implementation: ImplementationRef) -> None:
+        file, ties = self.child.file("kit"), self.setup.about(implementation).ties
+        try:
+            judged, wrong = judge_kit(file, self.setup.experiment, implementation, ties)
+        except (ValueError, SafetensorError) as error:
+            reason = f"its results of the hard cases: {error}"
+            raise ImplementationError(Status.WRONG_STRUCTURE, reason) from None
+        if wrong:
+            reason = f"it fails a hard case that it says it passes: {wrong}"
+            raise ImplementationError(Status.WRONG_VALUE, reason)
+        if judged < answer.passed:
+            reason = f"it says it passes {answer.passed} hard cases, and handed over results of {judged}"
+            raise ImplementationError(Status.SUSPECT, reason)
+
+    def loaded(self) -> tuple[str, ...]:
+        """Files that the process has loaded from elsewhere than Python, the system and this package: by its
+        own word, and libraries by the system's."""
+        return (*self.child.ask("loaded", Loaded).files, *self.child.mapped())
+
+    def left_running(self) -> int:
+        """How many processes code from outside has started that still run."""
+        return self.child.left_running()
+
+    def memory_and_log(self) -> tuple[int | None, str]:
+        """The most memory since `describe`, and the end of what was printed."""
+        return (None, "") if self._child is None else (self._child.peak_bytes(), self._child.log_tail())
 
     def prepare(self, series: Series) -> bool:
         return self.place(series.implementation) in self.child.called
@@ -106,16 +162,17 @@ class SharedHost:
     def sample(self, turn: Turn) -> Reading:
         child, place = self.child, self.place(turn.series.implementation)
         if turn.stages:
-            answer = child.ask("stages", StagesTimed, subject=place, number=turn.first, step=turn.step)
+            answer = child.ask("stages", StagesTimed, place=place, number=turn.first, step=turn.step)
             return Reading(seconds=sum(answer.stages.values()), stages=answer.stages)
         before = child.vitals()
         timed, seen = child.sample(
-            subject=place, first=turn.first, step=turn.step, calls=turn.calls,
-            keep=-1 if turn.keep is None else turn.keep, warm=turn.hot,
+            place=place, first=turn.first, step=turn.step, calls=turn.calls,
+            keep=-1 if turn.keep is None else turn.keep, warm=turn.hot, poison=turn.poison,
         )  # fmt: skip
+        child.called.add(place)
         self._spans.setdefault(turn.series, []).append((timed.seconds, seen))
         if turn.keep is not None:
-            self._handed = child.ask("hand_over", Called, subject=place, name="timed")
+            self._handed = child.ask("hand_over", HandedOver, place=place, name=turn.name)
         after = child.vitals()
         return Reading(
             seconds=timed.seconds / turn.calls, calls=turn.calls, parent_seconds=seen, stages=timed.stages,
@@ -123,42 +180,70 @@ class SharedHost:
             new_threads=after.threads - before.threads,
         )  # fmt: skip
 
-    def judge(self, turn: Turn) -> int:
+    def judge(self, turn: Turn) -> Judged:
+        """Checks the type of the kept result, the inputs after the call and the values. Then it checks shared
+        memory, changed settings, and that the named result before is unchanged."""
         if turn.keep is None:
-            return 0
+            return Judged()
         assert self._handed is not None
-        subject = turn.series.implementation
-        check_call(
-            self.child, self.setup.judge, self._handed, name="timed", number=turn.first + turn.keep,
-            step=(turn.step + turn.keep) % ROUTINGS, subject=subject,
-            ties=self.setup.trials[subject].about.ties,
-        )  # fmt: skip
-        return 1
+        judge, answer, implementation = self.setup.judge, self._handed, turn.series.implementation
+        about, file = self.setup.about(implementation), self.child.file(turn.name or shared_worker.TIMED)
+        number, step = turn.first + turn.keep, (turn.step + turn.keep) % ROUTINGS
+        earlier, self._named = self._named, turn.name
+        if answer.wrong_type:
+            raise ImplementationError(Status.WRONG_STRUCTURE, answer.wrong_type)
+        if answer.print != judge.input_print(number, step, implementation):
+            raise ImplementationError(Status.MUTATED_INPUT, "its inputs were not the same after the call")
+        finding = judge.judge(file, number, step, implementation, about.ties)
+        if finding.status is not Status.PASSED:
+            raise ImplementationError(finding.status, finding.reason)
+        if answer.aliases:
+            raise ImplementationError(Status.WRONG_STRUCTURE, "its result shares memory with an input")
+        if answer.changed:
+            changed = ", ".join(answer.changed)
+            raise ImplementationError(Status.SUSPECT, f"it changed {changed} for everybody in its process")
+        files = (self.child.file(name) for name in (earlier, f"{earlier}-later"))
+        if earlier and not about.reuses_output and not _same_files(*files):
+            raise ImplementationError(Status.WRONG_VALUE, "the next call overwrote an earlier result")
+        return Judged(results=1, verdict=finding.verdict, runs=answer.runs, file=file)
 
     def finish(self, series: Series) -> str:
-        child, subject = self.child, series.implementation
-        check_threads(child)
-        if subject not in self.setup.outside:
+        implementation = series.implementation
+        self.check_threads()
+        if implementation not in self.setup.outside:
             return ""
-        calls = self.setup.trials[subject].calls
-
-        def again() -> Span:
-            reading = self.sample(Turn(series=series, first=self.setup.numbers.take(calls), calls=calls))
-            return reading.seconds * calls, reading.parent_seconds
-
-        check_clocks(self._spans[series], again)
-        audit(child, self.place(subject), self.setup.trials[subject].call_seconds, self.setup.numbers)
+        trial = self.setup.trials[implementation]
+        check_clocks(self._spans[series], lambda: self._span(series, trial.calls))
+        self.audit(series, trial.call_seconds)
         return (
-            f"{subject.name} is from outside and was timed by a clock in its own process: this system lets "
-            "nobody read another process's memory, or it computes on a device"
+            f"{implementation.name} is from outside and was timed by a clock in its own process: this system "
+            "lets nobody read another process's memory, or it computes on a device"
         )
+
+    def audit(self, series: Series, call_seconds: float) -> float:
+        """Returns the seconds of a call. Both clocks must agree on spans so long that the time in the pipe is
+        negligible."""
+        calls = min(self.max_calls, max(1, math.ceil(AUDIT_SECONDS / call_seconds)))
+        spans = [self._span(series, calls) for _ in range(3)]
+        check_clocks(spans, lambda: self._span(series, calls))
+        return min(claimed for claimed, _ in spans) / calls
+
+    def _span(self, series: Series, calls: int) -> Span:
+        reading = self.sample(Turn(series=series, first=self.setup.numbers.take(calls), calls=calls))
+        return reading.seconds * calls, reading.parent_seconds
+
+    def check_threads(self) -> None:
+        if (more := self.child.count_threads() - self.child.threads) > 0:
+            raise ImplementationError(
+                Status.SUSPECT, f"it left {more} threads or processes running after its calls"
+            )
 
     def check_weights(self) -> None:
         if self._child is None:
             return
         if self._child.ask("weights", Weights).print != self.setup.judge.weights_print:
             reason = "the experts' weights were not the same after its calls"
-            raise SubjectError(Status.MUTATED_INPUT, reason)
+            raise ImplementationError(Status.MUTATED_INPUT, reason)
 
     def harm(self) -> str:
         return "" if self._child is None else self._child.harm()
@@ -166,17 +251,17 @@ class SharedHost:
     def end(self) -> None:
         if self._child is not None:
             self._child.close()
-        self._child, self._spans = None, {}
+        self._child, self._spans, self._named = None, {}, ""
 
     def leave(self, call_seconds: Mapping[ImplementationRef, float]) -> None:
-        """At the end: the process goes to the next experiment, if that may use it."""
+        """Hands the process to the next experiment, if that may use it."""
         self.reuse.inputs, self.reuse.call_seconds = self.setup.judge.inputs, dict(call_seconds)
         if self._child is not None:
             self.reuse.child, self._child = self._child, None
 
     def _start(self) -> Child:
-        setup, experiment = self.setup, replace(self.setup.experiment, implementations=self.subjects)
-        outside = not setup.outside.isdisjoint(self.subjects)
+        setup, experiment = self.setup, replace(self.setup.experiment, implementations=self.implementations)
+        outside = not setup.outside.isdisjoint(self.implementations)
         held = outside and can_hold()
         child = Child(
             experiment, setup.cores, shared_worker.serve, "outside" if held else "ours",
@@ -185,46 +270,23 @@ class SharedHost:
         return child.ready(self._meanwhile)
 
     def _meanwhile(self) -> None:
-        self.setup.judge.foresee(GATE_CALLS, self.subjects[0])
+        self.setup.judge.foresee(GATE_CALLS, self.implementations[0])
         importlib.import_module("scipy.stats")  # takes a second; the verdicts need it
 
 
-def check_call(
-    child: Child, judge: Judge, answer: Called, *,
-    name: str, number: int, step: int, subject: ImplementationRef, ties: str,
-) -> Verdict | None:  # fmt: skip
-    """Checks a call whose result was handed over: type, inputs after the call, values."""
-    if answer.wrong_type:
-        raise SubjectError(Status.WRONG_STRUCTURE, answer.wrong_type)
-    if answer.print != judge.input_print(number, step, subject):
-        raise SubjectError(Status.MUTATED_INPUT, "its inputs were not the same after the call")
-    finding = judge.judge(child.file(name), number, step, subject, ties)
-    if finding.status is not Status.PASSED:
-        raise SubjectError(finding.status, finding.reason)
-    return finding.verdict
-
-
-def check_threads(child: Child) -> None:
-    if (more := child.count_threads() - child.threads) > 0:
-        raise SubjectError(Status.SUSPECT, f"it left {more} threads or processes running after its calls")
-
-
-def audit(child: Child, place: int, call_seconds: float, numbers: Numbers) -> float:
-    """Seconds per call. Both clocks must agree, on spans so long that the time in the pipe is negligible."""
-    calls = min(shared_worker.MAX_CALLS, max(1, math.ceil(AUDIT_SECONDS / call_seconds)))
-
-    def again() -> Span:
-        timed, seen = child.sample(subject=place, first=numbers.take(calls), step=0, calls=calls, keep=-1)
-        return timed.seconds, seen
-
-    spans = [again() for _ in range(3)]
-    check_clocks(spans, again)
-    return min(claimed for claimed, _ in spans) / calls
+def _same_files(one: Path, other: Path) -> bool:
+    """True if two files of results are equal. The first one is judged, so its length is known to be
+    reasonable."""
+    try:
+        first = read_file(one, sys.maxsize)
+        return first == read_file(other, len(first))
+    except ValueError:
+        return False
 
 
 def check_clocks(spans: Sequence[Span], again: Callable[[], Span]) -> None:
-    """Of several spans, the smallest difference of the clocks must be negligible. A busy machine can only
-    make single spans worse, so more are taken before a subject is called SUSPECT."""
+    """The smallest difference of the clocks over several spans must be negligible. A busy machine can only
+    make single spans worse, so more are taken before an implementation is called SUSPECT."""
     taken = list(spans)
     while True:
         hidden, seen = min((seen - claimed, seen) for claimed, seen in taken)
@@ -233,7 +295,7 @@ def check_clocks(spans: Sequence[Span], again: Callable[[], Span]) -> None:
         if len(taken) >= len(spans) + SECOND_CHANCES:
             break
         taken.append(again())
-    raise SubjectError(
+    raise ImplementationError(
         Status.SUSPECT,
         f"it says {1e3 * (seen - hidden):.3g} ms where the parent's clock saw {1e3 * seen:.3g} ms",
     )

@@ -1,8 +1,8 @@
 """The worker: a process that runs implementations, good and bad, on request. It decides nothing.
 
-It answers requests of the parent (children.py) over a pipe, in JSON: load inputs, call a subject and write
-its result to a file, time a sample. The parent checks what matters: it makes the inputs again, judges the
-results, and measures every timed span with its own clock too.
+It answers requests of the parent (children.py) over a pipe, in JSON: load inputs, call an implementation and
+write its result to a file, time a sample. The parent checks what matters: it makes the inputs again, judges
+the results, and measures every timed span with its own clock too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_routing_bench.bench.calls import Caller, Result, named_tensors, wrong_type
-from moe_routing_bench.bench.clock import CacheFlusher, calls_per_sample
+from moe_routing_bench.bench.clock import CacheFlusher
 from moe_routing_bench.bench.device import clock_for, memory_place
 from moe_routing_bench.bench.hosts.filtering import forbid
 from moe_routing_bench.bench.inputs import ROUTINGS, Call, Inputs, fingerprint, touch
@@ -40,10 +40,7 @@ from moe_routing_bench.ops.registry import BUILT_IN
 from moe_routing_bench.routers.router import include_folder
 from moe_routing_bench.workloads.experiment import Experiment
 
-MAX_CALLS = 256  # in one sample: each has its own inputs, all made before the sample
-# five thousand steps of the timer. Longer samples are no better: noise comes in bursts of many milliseconds,
-# so in the same time, samples of 16 calls give twice the variance of 1 to 4 (calls of 0.3 ms)
-SAMPLE_SECONDS = 5e-4
+TIMED = "timed"  # the file of a result without a name
 Requests = Mapping[str, Callable[..., dict[str, Any]]]
 
 
@@ -57,7 +54,7 @@ def serve(pipe: Connection, cell_json: str, scratch: str, cores: tuple[int, ...]
 
 
 def answer_requests(pipe: Connection, load: Callable[[], Requests]) -> None:
-    """Load, say so, and then answer one request after the other until the parent hangs up."""
+    """Loads, reports that it is ready, and answers one request after the other until the parent hangs up."""
     try:
         requests = load()
     except BaseException as error:
@@ -100,10 +97,12 @@ class _Worker:
         self._timed: list[Any] = []
         self._kept: list[Any] = []
         self._kept_args: Mapping[str, Any] = {}
-        self._judged: dict[str, Result] = {}
+        self._named: dict[str, Result] = {}  # handed over, and read again after the next one
+        self._state: dict[str, Any] = {}
+        self._poison = False
 
     def next_cell(self, experiment: str) -> dict[str, Any]:
-        """Another cell with the same policy and weights: what was made of them is used again."""
+        """Begins another cell with the same settings and weights, and uses again what was made of them."""
         self._take(Experiment.from_json(experiment), self.inputs)
         return {}
 
@@ -111,9 +110,7 @@ class _Worker:
         return {
             "next_cell": self.next_cell,
             "describe": self.describe,
-            "gate": self.gate,
             "kit": self.kit,
-            "calibrate": self.calibrate,
             "prepare": self.prepare,
             "go": self.go,
             "hand_over": self.hand_over,
@@ -122,14 +119,12 @@ class _Worker:
             "loaded": self.loaded,
         }
 
-    def describe(self, subject: int) -> dict[str, Any]:
+    def describe(self, place: int) -> dict[str, Any]:
         """What the implementation declares; even loading it may fail."""
-        spec = self.experiment.implementations[subject].name
-        parts = self.span.parts(spec)
+        implementation = self.experiment.implementations[place]
+        parts = self.span.parts(implementation.name)
         return {
-            "label": self.experiment.implementations[subject].called(
-                "+".join(part.label for part in parts) or spec
-            ),
+            "label": implementation.called(self.span.label(implementation.name)),
             "origin": "; ".join(sorted({part.origin for part in parts})) or BUILT_IN,
             "deterministic": all(part.deterministic for part in parts),
             "reuses_output": any(part.reuses_output for part in parts[-1:]),
@@ -137,97 +132,73 @@ class _Worker:
             "ties": parts[0].ties if parts else "",
         }
 
-    def gate(
-        self, subject: int, number: int, step: int, poison: bool, name: str, then: bool
-    ) -> dict[str, Any]:
-        """One call on fresh inputs. Its result is saved to a file at once, and again after the next call: if
-        `then`, that is one of its own, else the next gate's."""
-        call, args = self._call(subject, number, step)
-        backward = self.experiment.direction != "forward"
-        if backward and not self.span.differentiable:
-            return {"unsupported": "it has no gradient; measure forward"}
-        with torch.set_grad_enabled(backward):
-            reason = self.span.why_not(self.experiment.implementations[subject], self.inputs, args)
-        if reason is not None:
-            return {"unsupported": reason}
-        state = _global_state()
-        caller = self._caller(subject)
-        holder: list[Any] = []
-        with poisoned_memory() if poison else nullcontext():
-            seconds = self.clock.span([partial(_keep, caller.ready(call, args), holder)])
-        result = caller.result(holder[0], args)
-        answer: dict[str, Any] = {"seconds": seconds, "wrong_type": wrong_type(result.out), "print": ""}
-        if not answer["wrong_type"]:
-            save_file(named_tensors(result), self.scratch / f"{name}.safetensors")
-            answer["aliases"] = _aliases(result.out, args)
-        answer["print"] = fingerprint(activations(args))
-        answer["runs"] = caller.computation.runs
-        if then:
-            caller.ready(*self._call(subject, number + 1, step))()
-        earlier = {name: result} if then else self._judged
-        for one, kept in earlier.items():
-            if not wrong_type(kept.out):
-                save_file(named_tensors(kept), self.scratch / f"{one}-later.safetensors")
-        self._judged = {} if then or name == "again" else {name: result}
-        changed = [name for name, now in _global_state().items() if now != state[name]]
-        return {**answer, "changed": changed}
-
-    def kit(self, subject: int, name: str) -> dict[str, Any]:
-        """name: of the file for the results, empty if nobody asks for them."""
-        one = self.experiment.implementations[subject]
+    def kit(self, place: int, name: str) -> dict[str, Any]:
+        """name: of the file for the results; empty if nobody asks for them."""
+        one = self.experiment.implementations[place]
         passed, failed, first = run_kit(self.experiment, one)
         if name and not failed:
             save_file(kit_results(self.experiment, one), self.scratch / f"{name}.safetensors")
         return {"passed": passed, "failed": failed, "first": first[:2000]}
 
-    def calibrate(self, subject: int, first: int) -> dict[str, Any]:
-        numbers = iter(range(first, first + 10**6))
-        caller = self._caller(subject)
-
-        def make(n: int) -> list[Any]:
-            calls = [next(numbers) for _ in range(min(n, MAX_CALLS))]
-            return [caller.ready(*self._call(subject, number, number % ROUTINGS)) for number in calls]
-
-        if self.flusher is not None:
-            return {"calls": 1}  # caches are cold only for the first call
-        return {"calls": min(MAX_CALLS, calls_per_sample(self.clock, make, SAMPLE_SECONDS))}
-
     def prepare(
-        self, subject: int, first: int, step: int, calls: int, keep: int, warm: bool
+        self, place: int, first: int, step: int, calls: int, keep: int, warm: bool, poison: bool
     ) -> dict[str, Any]:
         """Prepare a sample: new inputs, and caches as the policy says. keep: the call whose result will be
-        handed over, -1 for none. warm: hot caches need a call before."""
-        caller = self._caller(subject)
-        made = [self._call(subject, first + c, (step + c) % ROUTINGS) for c in range(calls)]
-        self._kept, self._kept_args = [], made[keep][1]
+        handed over, -1 for none. warm: hot caches need a call before. poison: new memory holds nonsense."""
+        made = [self._call(place, first + c, (step + c) % ROUTINGS) for c in range(calls)]
+        self._kept, self._kept_args, self._poison = [], made[keep][1], poison
+        if keep >= 0:
+            self._state = _global_state()
+            if (reason := self._why_not(place)) is not None:
+                return {"unsupported": reason}
+        caller = self._caller(place)
         self._timed = [caller.ready(call, args) for call, args in made]
         if keep >= 0:
             self._timed[keep] = partial(_keep, self._timed[keep], self._kept)
         if self.flusher is None:
             if warm:
-                caller.ready(*self._call(subject, first + calls, step))()
+                caller.ready(*self._call(place, first + calls, step))()
         else:
             self.flusher.flush()
             if self.experiment.cache == "weights-cold":
                 touch(list(made[0][1].values()), self.weights_in_use)
         return {}
 
+    def _why_not(self, place: int) -> str | None:
+        """Says why it cannot make the call whose result is kept; None if it can."""
+        backward = self.experiment.direction != "forward"
+        if backward and not self.span.differentiable:
+            return "it has no gradient; measure forward"
+        with torch.set_grad_enabled(backward):
+            return self.span.why_not(self.experiment.implementations[place], self.inputs, self._kept_args)
+
     def go(self) -> dict[str, Any]:
         """Run the timed span. The parent's clock also times this request."""
-        return {"seconds": self.clock.span(self._timed)}
+        with poisoned_memory() if self._poison else nullcontext():
+            return {"seconds": self.clock.span(self._timed)}
 
-    def hand_over(self, subject: int, name: str) -> dict[str, Any]:
-        result = self._caller(subject).result(self._kept[0], self._kept_args)
-        answer: dict[str, Any] = {"wrong_type": wrong_type(result.out), "print": ""}
+    def hand_over(self, place: int, name: str) -> dict[str, Any]:
+        """Saves the kept result. If the result before it had a name, that one is saved once more."""
+        caller = self._caller(place)
+        result = caller.result(self._kept[0], self._kept_args)
+        answer: dict[str, Any] = {"wrong_type": wrong_type(result.out), "runs": caller.computation.runs}
         if not answer["wrong_type"]:
-            save_file(named_tensors(result), self.scratch / f"{name}.safetensors")
+            self._save(name or TIMED, result)
+            answer["aliases"] = _aliases(result.out, self._kept_args)
+        for earlier, kept in self._named.items():
+            self._save(f"{earlier}-later", kept)
+        self._named = {name: result} if name and not answer["wrong_type"] else {}
         answer["print"] = fingerprint(activations(self._kept_args))
+        answer["changed"] = [name for name, now in _global_state().items() if now != self._state[name]]
         return answer
 
-    def stages(self, subject: int, number: int, step: int) -> dict[str, Any]:
-        _, args = self._call(subject, number, step)
+    def _save(self, name: str, result: Result) -> None:
+        save_file(named_tensors(result), self.scratch / f"{name}.safetensors")
+
+    def stages(self, place: int, number: int, step: int) -> dict[str, Any]:
+        _, args = self._call(place, number, step)
         seconds = {}
-        for name, stage in self.span.stages(self.experiment.implementations[subject], self.inputs, args):
+        for name, stage in self.span.stages(self.experiment.implementations[place], self.inputs, args):
             seconds[name] = self.clock.span([stage])
         return {"stages": seconds}
 
@@ -237,15 +208,15 @@ class _Worker:
     def loaded(self) -> dict[str, Any]:
         return {"files": self.files.found()}
 
-    def _call(self, subject: int, number: int, step: int) -> tuple[Call, dict[str, Any]]:
-        call = self.span.call(self.experiment.implementations[subject], self.inputs, number, step)
+    def _call(self, place: int, number: int, step: int) -> tuple[Call, dict[str, Any]]:
+        call = self.span.call(self.experiment.implementations[place], self.inputs, number, step)
         return call, self.span.arguments(call)
 
-    def _caller(self, subject: int) -> Caller:
-        if subject not in self._callers:
-            built = self.span.built(self.experiment.implementations[subject], self.inputs)
-            self._callers[subject] = Caller(self.span, built, self.experiment.direction)
-        return self._callers[subject]
+    def _caller(self, place: int) -> Caller:
+        if place not in self._callers:
+            built = self.span.built(self.experiment.implementations[place], self.inputs)
+            self._callers[place] = Caller(self.span, built, self.experiment.direction)
+        return self._callers[place]
 
 
 def _keep(run: Callable[[], Any], holder: list[Any]) -> None:
@@ -261,7 +232,8 @@ def start_threads(place: str) -> None:
 def settle(
     experiment: Experiment, scratch: Path, pipe: int, cores: tuple[int, ...], keep: Sequence[int] = ()
 ) -> None:
-    """Its own process group and log, pinned threads, a memory cap; and it dies when its parent dies.
+    """Gives the process its own group and log, pins its threads, limits its memory, and makes it die with its
+    parent.
 
     keep: open files that stay open.
     """
@@ -317,7 +289,7 @@ def _global_state() -> dict[str, Any]:
 
 
 def _aliases(out: Any, args: Mapping[str, Any]) -> bool:
-    """Does the result share memory with an input? Later writes to it would change the input."""
+    """True if the result shares memory with an input. Later writes to the result would change the input."""
     mine = {t.untyped_storage().data_ptr() for t in tensors_in(out) if t.numel()}
     return bool(mine & {t.untyped_storage().data_ptr() for t in tensors_in(args) if t.numel()})
 

@@ -1,1 +1,2 @@
-"""What is timed: an operation, packing, routing, a layer, a decoder block. One file a span."""
+"""Spans, one file each: what is timed together, such as an operation, packing, routing, a layer or a decoder
+block."""

@@ -1,9 +1,10 @@
 """block: a whole decoder block, attention and MoE, ours or Transformers'.
 
-A subject is ours(attention=sdpa|naive,impl=...) or transformers(attention=sdpa|eager,experts=grouped_mm|...).
-The router after attention still follows the workload: each expert's logit is one column of x, and the
-attention's last projection writes nothing to those columns. So rounding cannot make a subject choose other
-experts than the oracle, which would look like an error.
+An implementation is ours(attention=sdpa|naive,impl=...) or
+transformers(attention=sdpa|eager,experts=grouped_mm|...). The router after attention still follows the
+workload: each expert's logit is one column of x, and the attention's last projection writes nothing to those
+columns. So rounding cannot make an implementation choose other experts than the oracle, which would look like
+an error.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from moe_routing_bench.ops.registry import BUILT_IN
 from moe_routing_bench.workloads.cases import cases
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
-SUBJECTS = (
+IMPLEMENTATIONS = (
     "transformers",
     "transformers(attention=eager,experts=eager)",
     "ours(attention=naive)",
@@ -58,62 +59,66 @@ class BlockSpan(Span):
     ops = ("expert_ffn",)
     included = ("norms", "attention", "router projection", "topk", "make_plan", "expert_ffn", "residuals")
     excluded = (*Span.excluded, "rotary angles")
-    weights = routed = True
-    case = "seed-decoder"
+    weights = routed = in_stages = True
+    case = "seed-moe-block"
 
-    def specs(self) -> list[str]:
-        return list(SUBJECTS)
+    def all_names(self) -> list[str]:
+        return list(IMPLEMENTATIONS)
 
-    def settled(self, subject: ImplementationRef, case: Experiment) -> ImplementationRef:
+    def settled(self, implementation: ImplementationRef, case: Experiment) -> ImplementationRef:
         attention_of(case)  # raises if this block cannot represent the model
-        parse_block(subject.name)
-        return replace(subject, router=subject.router or ROUTER)
+        parse_block(implementation.name)
+        return replace(implementation, router=implementation.router or ROUTER)
 
-    def has_frozen(self, subject: ImplementationRef, case: Experiment) -> bool:
-        name, options = parse_block(subject.name)
+    def has_frozen(self, implementation: ImplementationRef, case: Experiment) -> bool:
+        name, options = parse_block(implementation.name)
         if name != "ours":
             return False
         if options["impl"] == "auto":
-            label = auto_label("expert_ffn", stand_ins(subject, case))
-            subject = replace(subject, name=f"ours(impl={label})")
-        return super().has_frozen(subject, case)
+            label = auto_label("expert_ffn", stand_ins(implementation, case))
+            implementation = replace(implementation, name=f"ours(impl={label})")
+        return super().has_frozen(implementation, case)
 
-    def parts(self, spec: str) -> tuple[Implementation, ...]:
-        impl = parse_block(spec)[1].get("impl", "auto")
+    def parts(self, name: str) -> tuple[Implementation, ...]:
+        impl = parse_block(name)[1].get("impl", "auto")
         return () if impl == "auto" else (expert_ffn_op.get(impl),)
 
-    def named(self, spec: str) -> list[tuple[str, str]]:
-        impl = parse_block(spec)[1].get("impl", "auto")
+    def named(self, name: str) -> list[tuple[str, str]]:
+        impl = parse_block(name)[1].get("impl", "auto")
         return [] if impl == "auto" else [("expert_ffn", base_name(impl))]
 
-    def origins(self, spec: str) -> list[str]:
-        return [expert_ffn_op.origin(name) for _, name in self.named(spec)] or [BUILT_IN]
+    def origins(self, name: str) -> list[str]:
+        return [expert_ffn_op.origin(part) for _, part in self.named(name)] or [BUILT_IN]
 
-    def call(self, subject: ImplementationRef, inputs: Inputs, number: int, step: int) -> Call:
-        return layer_span.call(subject, inputs, number, step)
+    def call(self, implementation: ImplementationRef, inputs: Inputs, number: int, step: int) -> Call:
+        return layer_span.call(implementation, inputs, number, step)
 
     def arguments(self, call: Call) -> dict[str, Any]:
         B, D = call.inputs.experiment.sequences, call.inputs.experiment.D
         return {"x_BND": call.planted_TD.detach().view(B, -1, D)}
 
-    def built(self, subject: ImplementationRef, inputs: Inputs) -> Computation:
-        block, runs = _subject_block(subject, inputs)
+    def built(self, implementation: ImplementationRef, inputs: Inputs) -> Computation:
+        block, runs = _implementation_block(implementation, inputs)
         by = _rotary(inputs, inputs.dtype)
         if isinstance(block, DecoderBlock):
             return Computation(run=lambda x_BND: block(x_BND, by)[0], runs=runs, owner=block)
         return Computation(run=lambda x_BND: block(x_BND, by), runs=runs, owner=block)
 
-    def why_not(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
+    def why_not(
+        self, implementation: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]
+    ) -> str | None:
         if inputs.experiment.direction != "forward":
             return "only the forward pass of a block is measured"
         try:
-            _subject_block(subject, inputs)
+            _implementation_block(implementation, inputs)
         except (NotImplementedError, ValueError) as reason:
             return str(reason)
         return None
 
-    def stages(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
-        block, _ = _subject_block(subject, inputs)
+    def stages(
+        self, implementation: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]
+    ) -> Iterator[Stage]:
+        block, _ = _implementation_block(implementation, inputs)
         by, x_BND, held = _rotary(inputs, inputs.dtype), args["x_BND"], dict[str, Tensor]()
         if isinstance(block, DecoderBlock):
             norms, moe = (block.input_norm, block.post_norm), block.feed_forward
@@ -128,14 +133,14 @@ class BlockSpan(Span):
         yield "attention", lambda: attend(held["h"])
         yield "experts", lambda: experts(held["g"])
 
-    def plain(self, subject: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
-        moe = moe_of(plain_layer(subject, inputs, dtype))
+    def plain(self, implementation: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
+        moe = moe_of(plain_layer(implementation, inputs, dtype))
         block, by = _block(moe, "naive", inputs), _rotary(inputs, dtype)
         return Computation(run=lambda x_BND: block(x_BND, by)[0])
 
-    def facts(self, subject: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
-        """The layer, the projections, and causal attention: half of N x N."""
-        cost, load = layer_span.facts(subject, inputs)
+    def facts(self, implementation: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
+        """Returns the work of the layer, the projections and causal attention, which is half of N x N."""
+        cost, load = layer_span.facts(implementation, inputs)
         a, s, B = attention_of(inputs.experiment), inputs.experiment.shape, inputs.experiment.sequences
         N = s.T // B
         matrices = s.D * a.head_dim * (2 * a.heads + 2 * a.kv_heads)
@@ -143,13 +148,15 @@ class BlockSpan(Span):
         size = inputs.experiment.element_size
         return cost + Cost(useful_flops=flops, executed_flops=flops, weight_bytes=matrices * size), load
 
-    def resolved(self, subject: ImplementationRef, inputs: Inputs) -> list[tuple[str, str]]:
-        name, options = parse_block(subject.name)
+    def resolved(self, implementation: ImplementationRef, inputs: Inputs) -> list[tuple[str, str]]:
+        name, options = parse_block(implementation.name)
         if name != "ours":
             return []
-        picked = layer_span.resolved(subject, inputs)
+        picked = layer_span.resolved(implementation, inputs)
         if options["impl"] == "auto":
-            picked.append(("expert_ffn", auto_label("expert_ffn", stand_ins(subject, inputs.experiment))))
+            picked.append(
+                ("expert_ffn", auto_label("expert_ffn", stand_ins(implementation, inputs.experiment)))
+            )
         return picked
 
     def notes(self, case: Experiment) -> list[str]:
@@ -157,16 +164,16 @@ class BlockSpan(Span):
         return [f"In the model, but not here: {note}."] if note else []
 
 
-def parse_block(spec: str) -> tuple[str, dict[str, str]]:
+def parse_block(text: str, known: Mapping[str, Mapping[str, str]] = OPTIONS) -> tuple[str, dict[str, str]]:
     """ours(attention=naive,impl=staged(combine=index_add)) as its name and options."""
-    name, given = parse_spec(spec)
-    if name not in OPTIONS:
+    name, given = parse_spec(text)
+    if name not in known:
         raise ValueError(
-            f"cannot read {spec!r}; write ours or transformers, with options as in {SUBJECTS[1]}"
+            f"cannot read {text!r}; write {' or '.join(known)}, with options as in {IMPLEMENTATIONS[1]}"
         )
-    if unknown := next((key for key in given if key not in OPTIONS[name]), None):
-        raise ValueError(f"{name} has no option {unknown}; it has {', '.join(OPTIONS[name])}")
-    return name, {**OPTIONS[name], **{key: str(value) for key, value in given.items()}}
+    if unknown := next((key for key in given if key not in known[name]), None):
+        raise ValueError(f"{name} has no option {unknown}; it has {', '.join(known[name]) or 'none'}")
+    return name, {**known[name], **{key: str(value) for key, value in given.items()}}
 
 
 def attention_of(case: Experiment) -> AttentionShape:
@@ -183,34 +190,34 @@ def attention_of(case: Experiment) -> AttentionShape:
     return AttentionShape(heads=heads, kv_heads=heads // 4 if heads % 4 == 0 else heads, head_dim=head_dim)
 
 
-def _subject_block(
-    subject: ImplementationRef, inputs: Inputs
+def _implementation_block(
+    implementation: ImplementationRef, inputs: Inputs
 ) -> tuple[DecoderBlock | TransformersBlock, str]:
-    name, options = parse_block(subject.name)
+    name, options = parse_block(implementation.name)
     if name == "ours":
-        picked = {"expert_ffn": options["impl"], **dict(span.resolved(subject, inputs))}
+        picked = {"expert_ffn": options["impl"], **dict(span.resolved(implementation, inputs))}
         ffn, make_plan = expert_ffn_op.get(picked["expert_ffn"]), make_plan_op.get(picked["make_plan"])
-        moe = moe_of(layer_of(subject, inputs, ffn, make_plan, topk=picked["topk"]))
-        _refuse(ffn, moe, inputs, subject)
+        moe = moe_of(layer_of(implementation, inputs, ffn, make_plan, topk=picked["topk"]))
+        _refuse(ffn, moe, inputs, implementation)
         parts = f"topk.{picked['topk']} + make_plan.{make_plan.label} + expert_ffn.{ffn.label}"
         parts += packed_once(moe.experts.weights())
         return _block(moe, options["attention"], inputs), f"{options['attention']} attention, {parts}"
     staged, counting = expert_ffn_op.get("staged"), make_plan_op.get("counting")
-    moe = moe_of(layer_of(subject, inputs, staged, counting, topk="sort"))
+    moe = moe_of(layer_of(implementation, inputs, staged, counting, topk="sort"))
     theirs = TransformersBlock.of(_block(moe, "sdpa", inputs), **options)
     attention, experts = options["attention"], options["experts"]
     return theirs, f"Transformers' Qwen3MoeDecoderLayer, {attention} attention, {experts} experts"
 
 
-def _refuse(ffn: Implementation, moe: MoE, inputs: Inputs, subject: ImplementationRef) -> None:
+def _refuse(ffn: Implementation, moe: MoE, inputs: Inputs, implementation: ImplementationRef) -> None:
     """NotImplementedError if the implementation cannot compute the experts of this block."""
-    call = inputs.at(0, 0, subject.layout)
+    call = inputs.at(0, 0, implementation.layout)
     if (reason := ffn.why_not(call.x_TD, call.gate_TK, call.plan, moe.experts.weights())) is not None:
         raise NotImplementedError(f"{ffn.op}.{ffn.label}: {reason}")
 
 
 def _rotary(inputs: Inputs, dtype: torch.dtype) -> Rotary:
-    """The angles for one sequence. A model makes them once for all layers, so they are not timed."""
+    """Returns the angles for one sequence. A model makes them once for all layers, so they are not timed."""
     a, N = attention_of(inputs.experiment), inputs.experiment.T // inputs.experiment.sequences
     return rotary(N, a.head_dim, a.theta, torch.empty((), dtype=dtype, device=inputs.put))
 

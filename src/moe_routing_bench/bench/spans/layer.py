@@ -1,9 +1,10 @@
 """layer: router, plan, experts and shared expert, as a model runs them.
 
-A subject names an implementation of expert_ffn, or a whole layer that is not ours: `transformers(EXPERTS)`,
-which is Transformers' Qwen3-MoE block, or `hand-ordered`, a careful layer in plain torch. The router may be
-any rule of the zoo; the layer is a plain MoE, a chain or one with adapters. The router itself is not judged
-here (`mrb check --op routers` does that): every subject must follow what it chooses in plain torch.
+An implementation names an implementation of expert_ffn, or a whole layer that is not ours:
+`transformers(EXPERTS)`, which is Transformers' Qwen3-MoE block, or `hand-ordered`, a careful layer in plain
+torch. The router may be any rule of the zoo; the layer is a plain MoE, a chain or one with adapters. The
+router itself is not judged here (`mrb check --op routers` does that): every implementation must follow what
+it chooses in plain torch.
 """
 
 from __future__ import annotations
@@ -66,62 +67,66 @@ class LayerSpan(Span):
     weights = routed = True
     decides = "expert_ffn"
 
-    def origins(self, spec: str) -> list[str]:
-        return [BUILT_IN] if WHOLE.fullmatch(spec) else super().origins(spec)
+    def origins(self, name: str) -> list[str]:
+        return [BUILT_IN] if WHOLE.fullmatch(name) else super().origins(name)
 
-    def parts(self, spec: str) -> tuple[Implementation, ...]:
-        return () if WHOLE.fullmatch(spec) else super().parts(spec)
+    def parts(self, name: str) -> tuple[Implementation, ...]:
+        return () if WHOLE.fullmatch(name) else super().parts(name)
 
-    def named(self, spec: str) -> list[tuple[str, str]]:
-        return [] if WHOLE.fullmatch(spec) else super().named(spec)
+    def named(self, name: str) -> list[tuple[str, str]]:
+        return [] if WHOLE.fullmatch(name) else super().named(name)
 
-    def check(self, subject: ImplementationRef) -> None:
-        self.origins(subject.name)
-        router_named(parse_spec(subject.router or ROUTER)[0])
-        layer_kind(subject)
+    def check(self, implementation: ImplementationRef) -> None:
+        self.origins(implementation.name)
+        router_named(parse_spec(implementation.router or ROUTER)[0])
+        layer_kind(implementation)
 
-    def settled(self, subject: ImplementationRef, case: Experiment) -> ImplementationRef:
-        """With its router named, unless a checkpoint has its own; layer="" instead of "moe"."""
-        router = subject.router or ("" if case.checkpoint else ROUTER)
-        layer = "" if subject.layer == "moe" else subject.layer
-        return super().settled(replace(subject, router=router, layer=layer), case)
+    def settled(self, implementation: ImplementationRef, case: Experiment) -> ImplementationRef:
+        """Names its router, unless a checkpoint has its own, and writes layer="" for "moe"."""
+        router = implementation.router or ("" if case.checkpoint else ROUTER)
+        layer = "" if implementation.layer == "moe" else implementation.layer
+        return super().settled(replace(implementation, router=router, layer=layer), case)
 
-    def call(self, subject: ImplementationRef, inputs: Inputs, number: int, step: int) -> Call:
-        return inputs.at(number, step, subject.layout, choices_of(subject, inputs))
+    def call(self, implementation: ImplementationRef, inputs: Inputs, number: int, step: int) -> Call:
+        return inputs.at(number, step, implementation.layout, choices_of(implementation, inputs))
 
     def arguments(self, call: Call) -> dict[str, Any]:
         by_own_router = call.inputs.checkpoint is not None
         info = TokenInfo(token_id_T=call.token_id_T, num_sequences=call.inputs.experiment.sequences)
         return {"x_TD": call.x_TD if by_own_router else call.planted_TD, "info": info}
 
-    def built(self, subject: ImplementationRef, inputs: Inputs) -> Computation:
-        if whole := WHOLE.fullmatch(subject.name):
-            return _whole(self._layer(subject, inputs, expert_ffn_op.get("staged")), *whole.groups())
-        (ffn,) = self.parts(subject.name)
-        layer = self._layer(subject, inputs, ffn)
-        named = [*self.resolved(subject, inputs), ("expert_ffn", ffn.label)]
+    def built(self, implementation: ImplementationRef, inputs: Inputs) -> Computation:
+        if whole := WHOLE.fullmatch(implementation.name):
+            return _whole(self._layer(implementation, inputs, expert_ffn_op.get("staged")), *whole.groups())
+        (ffn,) = self.parts(implementation.name)
+        layer = self._layer(implementation, inputs, ffn)
+        named = [*self.resolved(implementation, inputs), ("expert_ffn", ffn.label)]
         runs = " + ".join(f"{op}.{label}" for op, label in named)
         runs += packed_once(moe_of(layer).experts.weights())
         s, sequences = inputs.experiment.shape, inputs.experiment.sequences
-        if slots := slots_of(subject.router, T=s.T, E=s.E, K=s.K, sequences=sequences):
+        if slots := slots_of(implementation.router, T=s.T, E=s.E, K=s.K, sequences=sequences):
             runs += f", {slots}"
         return Computation(run=runner(layer), parameters=wanting(layer), runs=runs, owner=layer)
 
-    def _layer(self, subject: ImplementationRef, inputs: Inputs, ffn: Implementation) -> nn.Module:
-        """The layer; "auto" picks, for these sizes, all parts that the subject does not name."""
-        picked = dict(self.resolved(subject, inputs))
-        return layer_of(subject, inputs, ffn, make_plan_op.get(picked["make_plan"]), topk=picked["topk"])
+    def _layer(self, implementation: ImplementationRef, inputs: Inputs, ffn: Implementation) -> nn.Module:
+        """The layer; "auto" picks, for these sizes, all parts that the implementation does not name."""
+        picked = dict(self.resolved(implementation, inputs))
+        return layer_of(
+            implementation, inputs, ffn, make_plan_op.get(picked["make_plan"]), topk=picked["topk"]
+        )
 
-    def why_not(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
+    def why_not(
+        self, implementation: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]
+    ) -> str | None:
         try:
-            if WHOLE.fullmatch(subject.name):
-                self.built(subject, inputs)
+            if WHOLE.fullmatch(implementation.name):
+                self.built(implementation, inputs)
                 differs = inputs.experiment.direction != "forward"
                 return "only the forward pass of layers that are not ours is measured" if differs else None
-            (ffn,) = self.parts(subject.name)
+            (ffn,) = self.parts(implementation.name)
             if (reason := why_not_stored(ffn, inputs.experiment.store)) is not None:
                 return reason
-            layer = moe_of(layer_of(subject, inputs, ffn, make_plan_op.get("counting"), topk="sort"))
+            layer = moe_of(layer_of(implementation, inputs, ffn, make_plan_op.get("counting"), topk="sort"))
             with torch.no_grad():
                 routing = layer.router(args["x_TD"], args["info"])
                 x_TD, settled, plan, weights = experts_arguments(layer, args["x_TD"], routing)
@@ -129,11 +134,13 @@ class LayerSpan(Span):
         except (NotImplementedError, ValueError) as error:
             return str(error)
 
-    def stages(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
-        if WHOLE.fullmatch(subject.name):
+    def stages(
+        self, implementation: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]
+    ) -> Iterator[Stage]:
+        if WHOLE.fullmatch(implementation.name):
             return
-        (ffn,) = self.parts(subject.name)
-        layer = self._layer(subject, inputs, ffn)
+        (ffn,) = self.parts(implementation.name)
+        layer = self._layer(implementation, inputs, ffn)
         if not isinstance(layer, MoE):
             return
         x_TD, held = args["x_TD"], dict[str, Any]()
@@ -154,42 +161,42 @@ class LayerSpan(Span):
         if layer.shared is not None:
             yield "shared", partial(layer.shared.on_every_token, x_TD)
 
-    def plain(self, subject: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
-        layer = plain_layer(subject, inputs, dtype)
+    def plain(self, implementation: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
+        layer = plain_layer(implementation, inputs, dtype)
         return Computation(run=runner(layer), parameters=wanting(layer))
 
-    def rows(self, subject: ImplementationRef, inputs: Inputs) -> int:
-        name, options = parse_spec(subject.router or ROUTER)
+    def rows(self, implementation: ImplementationRef, inputs: Inputs) -> int:
+        name, options = parse_spec(implementation.router or ROUTER)
         if router_named(name).groups == "dense":  # Soft-MoE computes slots, however many tokens there are
             return inputs.experiment.E * int(options.get("slots_per_expert", 1))
-        return inputs.experiment.T * choices_of(subject, inputs)
+        return inputs.experiment.T * choices_of(implementation, inputs)
 
     @torch.no_grad()
-    def facts(self, subject: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
-        args = self.arguments(self.call(subject, inputs, 0, 0))
-        layer = moe_of(plain_layer(subject, inputs, inputs.dtype))
+    def facts(self, implementation: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
+        args = self.arguments(self.call(implementation, inputs, 0, 0))
+        layer = moe_of(plain_layer(implementation, inputs, inputs.dtype))
         routing = layer.router(args["x_TD"], args["info"])
         x_TD, settled, plan, weights = experts_arguments(layer, args["x_TD"], routing)
         once = expert_ffn_op.cost(x_TD, settled.gate_TK, plan, weights)
         once += _around(layer, args["x_TD"], routing)
-        kind, options = layer_kind(subject)
+        kind, options = layer_kind(implementation)
         cost = once.times(flops=options["iterations"] if kind == "chain" else 1, bytes=1)
         return cost, LoadStatistics.of(settled, plan, num_ranks=inputs.experiment.W).to_dict()
 
-    def roots(self, subject: ImplementationRef) -> list[Path]:
-        rule = router_named(parse_spec(subject.router or ROUTER)[0])
+    def roots(self, implementation: ImplementationRef) -> list[Path]:
+        rule = router_named(parse_spec(implementation.router or ROUTER)[0])
         return [PACKAGE / "bench" / "spans" / "layer.py", Path(inspect.getfile(rule))]
 
-    def resolved(self, subject: ImplementationRef, inputs: Inputs) -> list[tuple[str, str]]:
-        source = stand_ins(subject, inputs.experiment, choices_of(subject, inputs))
+    def resolved(self, implementation: ImplementationRef, inputs: Inputs) -> list[tuple[str, str]]:
+        source = stand_ins(implementation, inputs.experiment, choices_of(implementation, inputs))
         source.score_TE = source.logits_TE  # routers choose in float32
-        adapters = ("dispatch", "grouped_gemm", "combine") if layer_kind(subject)[0] == "perft" else ()
+        adapters = ("dispatch", "grouped_gemm", "combine") if layer_kind(implementation)[0] == "perft" else ()
         return [(op, auto_label(op, source)) for op in ("topk", "make_plan", *adapters)]
 
 
 def runner(layer: nn.Module) -> Callable[[Tensor, TokenInfo], Tensor]:
     def run(x_TD: Tensor, info: TokenInfo) -> Tensor:
-        if layer.training:  # some rules draw random numbers then: every subject gets the same
+        if layer.training:  # some rules draw random numbers then: every implementation gets the same
             torch.manual_seed(SEED)
         return layer(x_TD, info)[0]
 

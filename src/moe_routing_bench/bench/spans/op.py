@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_routing_bench.bench.inputs import Call, Inputs
 from moe_routing_bench.bench.spans.span import (
     PACKAGE,
+    PACKED_ONCE,
     Computation,
     Load,
     Span,
@@ -24,7 +25,7 @@ from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.experts import activate
 from moe_routing_bench.ops.registry import Op, all_ops
-from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
+from moe_routing_bench.workloads.experiment import ATTENTION, Experiment, ImplementationRef
 
 STAGED = ("dispatch", "grouped_gemm", "combine")
 
@@ -44,32 +45,45 @@ class OpSpan(Span):
     def arguments(self, call: Call) -> dict[str, Any]:
         return self.op.arguments(call)
 
-    def built(self, subject: ImplementationRef, inputs: Inputs) -> Computation:
-        one = self.op.get(subject.name)
-        if self.op.weights != "weights" or (weights := inputs.frozen(one, subject.frozen)) is inputs.weights:
+    def built(self, implementation: ImplementationRef, inputs: Inputs) -> Computation:
+        one, name = self.op.get(implementation.name), self.op.weights
+        if name == "weights":
+            plain: Any = inputs.weights
+            weights: Any = inputs.frozen(one, implementation.frozen)
+            how = packed_once(weights)
+        else:
+            plain = weights = getattr(inputs.at(0, 0, implementation.layout), name) if name else None
+            if name and (freeze := inputs.freeze_of(one, implementation.frozen)) is not None:
+                weights = freeze(plain.detach())
+            how = PACKED_ONCE
+        if weights is plain:
             return Computation(run=one.run)
-        place = self.op.parameters().index("weights")
+        place = self.op.parameters().index(name)
 
         def run(*args: Any) -> Any:
             return one.run(*args[:place], weights, *args[place + 1 :])
 
-        return Computation(run=run, runs=f"{one.label}{packed_once(weights)}")
+        return Computation(run=run, runs=f"{one.label}{how}")
 
-    def why_not(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
+    def why_not(
+        self, implementation: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]
+    ) -> str | None:
         asked = {self.op.name: tuple(args.values())}
-        return why_not_one_of(self.parts(subject.name), asked, inputs.experiment.store)
+        return why_not_one_of(self.parts(implementation.name), asked, inputs.experiment.store)
 
-    def stages(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
-        """The parts of an implementation that is made of others."""
-        config = self.op.get(subject.name).config
+    def stages(
+        self, implementation: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]
+    ) -> Iterator[Stage]:
+        """Returns the parts of an implementation that is made of others."""
+        config = self.op.get(implementation.name).config
         if set(STAGED) <= set(config):
             yield from staged_stages(config, args, {})
         elif self.op.weights == "weights":
-            run = self.built(subject, inputs).run
-            yield subject.name, lambda: run(*args.values())
+            run = self.built(implementation, inputs).run
+            yield implementation.name, lambda: run(*args.values())
 
-    def plain(self, subject: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
-        narrow = subject.int8_rows and dtype == inputs.dtype
+    def plain(self, implementation: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
+        narrow = implementation.int8_rows and dtype == inputs.dtype
         return Computation(run=(narrow and self.op.int8_rows) or self.op.reference)
 
     def judge(self, out: Any, expected: Expected, args: Mapping[str, Any]) -> list[Verdict]:
@@ -84,13 +98,29 @@ class OpSpan(Span):
     def meaningful(self, out: Any, args: Mapping[str, Any]) -> Any:
         return self.op.meaningful(out, args)
 
-    def facts(self, subject: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
-        plan = inputs.plan(0, subject.layout) if self.op.has_layout else None
-        args = self.arguments(inputs.at(0, 0, subject.layout))
+    def facts(self, implementation: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
+        plan = inputs.plan(0, implementation.layout) if self.op.has_layout else None
+        args = self.arguments(inputs.at(0, 0, implementation.layout))
         cost, case = self.op.cost(*args.values()), inputs.experiment
         if case.store:
             cost = replace(cost, weight_bytes=cost.weight_bytes * case.weight_bytes // case.drawn_bytes)
         return cost, inputs.workload(0).statistics(plan).to_dict()
+
+    def sizes(self, case: Experiment) -> list[str]:
+        """An operation that sees no routing has the letters of its arguments."""
+        if self.op.routed or self.op.weights == "weights":
+            return super().sizes(case)
+        sizes = {letter: getattr(case, letter) for letter in "TDF"}
+        if self.name != ATTENTION:
+            letters = dict.fromkeys("".join(name.partition("_")[2] for name in self.op.parameters()))
+            return [" ".join(f"{letter}={sizes[letter]}" for letter in letters)]
+        (B, H, N, A), (_, J, M, _) = case.query_shape, case.key_shape
+        masks = ["causal" if case.causal else "no mask", f"window {case.window}" * bool(case.window)]
+        return [
+            f"B={B} H={H} J={J} N={N} M={M} A={A}",
+            *filter(None, masks),
+            *["rotary inside"] * case.rotary,
+        ]
 
     def notes(self, case: Experiment) -> list[str]:
         if not case.store:
@@ -100,7 +130,7 @@ class OpSpan(Span):
             "weights; bytes are those of the format."
         ]
 
-    def roots(self, subject: ImplementationRef) -> list[Path]:
+    def roots(self, implementation: ImplementationRef) -> list[Path]:
         return [PACKAGE / "bench" / "spans" / "op.py"]
 
 

@@ -31,24 +31,33 @@ class PackSpan(Span):
     def arguments(self, call: Call) -> dict[str, Any]:
         return {"x_TD": call.x_TD, "gate_TK": call.gate_TK, "plan": call.plan}
 
-    def built(self, subject: ImplementationRef, inputs: Inputs) -> Computation:
-        dispatch, combine = (part.run for part in self.parts(subject.name))
+    def built(self, implementation: ImplementationRef, inputs: Inputs) -> Computation:
+        dispatch, combine = (part.run for part in self.parts(implementation.name))
         return Computation(run=lambda x_TD, gate_TK, plan: combine(dispatch(x_TD, plan), gate_TK, plan))
 
-    def why_not(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
-        return why_not_one_of(self.parts(subject.name), moved(args["x_TD"], args["gate_TK"], args["plan"]))
+    def why_not(
+        self, implementation: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]
+    ) -> str | None:
+        return why_not_one_of(
+            self.parts(implementation.name), moved(args["x_TD"], args["gate_TK"], args["plan"])
+        )
 
-    def stages(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
-        (dispatch, combine), held = (part.run for part in self.parts(subject.name)), dict[str, Tensor]()
+    def stages(
+        self, implementation: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]
+    ) -> Iterator[Stage]:
+        (dispatch, combine), held = (
+            (part.run for part in self.parts(implementation.name)),
+            dict[str, Tensor](),
+        )
         yield "dispatch", lambda: held.update(x_RD=dispatch(args["x_TD"], args["plan"]))
         yield "combine", lambda: combine(held["x_RD"], args["gate_TK"], args["plan"])
 
-    def plain(self, subject: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
+    def plain(self, implementation: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
         wide = torch.promote_types(dtype, torch.float32)
         return Computation(run=lambda x_TD, gate_TK, plan: packed(x_TD, gate_TK.to(wide), plan))
 
-    def facts(self, subject: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
-        call = inputs.at(0, 0, subject.layout)
+    def facts(self, implementation: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
+        call = inputs.at(0, 0, implementation.layout)
         load = inputs.workload(0).statistics(call.plan).to_dict()
         return moving_cost(call.x_TD, call.gate_TK, call.plan), load
 

@@ -39,7 +39,7 @@ Step = Callable[[], None]
 
 
 class ParallelSpan(LayerSpan):
-    """The layer, with its experts on several ranks. A subject names a transport of each way:
+    """The layer, with its experts on several ranks. An implementation names a transport of each way:
     "hierarchical+hierarchical"; "auto" picks what computes the experts."""
 
     name = "parallel"
@@ -54,19 +54,21 @@ class ParallelSpan(LayerSpan):
         names.sort(key=lambda name: (name != there.default, name))
         return [f"{name}+{name}" for name in names]
 
-    def built(self, subject: ImplementationRef, inputs: Inputs) -> Computation:
-        """On one rank, where nothing is sent."""
-        layer = self.layer_on(subject, inputs, Ranks(placement_of(inputs.experiment.E, 1)))
+    def built(self, implementation: ImplementationRef, inputs: Inputs) -> Computation:
+        """Builds the layer on one rank, where nothing is sent."""
+        layer = self.layer_on(implementation, inputs, Ranks(placement_of(inputs.experiment.E, 1)))
         return Computation(run=runner(layer), parameters=wanting(layer), owner=layer)
 
-    def why_not(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
-        if Layout.parse(subject.layout).kind == "block":
+    def why_not(
+        self, implementation: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]
+    ) -> str | None:
+        if Layout.parse(implementation.layout).kind == "block":
             return BLOCKS
-        if layer_kind(subject)[0] != "moe":
+        if layer_kind(implementation)[0] != "moe":
             return "on several ranks only a plain MoE layer is measured"
-        if router_of(subject, inputs, "sort").batch_dependent:
+        if router_of(implementation, inputs, "sort").batch_dependent:
             return "its router looks at all tokens, and a rank has only its own"
-        call = self.call(subject, inputs, 0, 0)
+        call = self.call(implementation, inputs, 0, 0)
         x_TD, plan = args["x_TD"], call.plan
         traffic = Traffic.alone(plan)
         rows_QD = x_TD.new_empty(1, x_TD.shape[1]).expand(plan.num_rows, -1)
@@ -74,18 +76,20 @@ class ParallelSpan(LayerSpan):
             "ep_dispatch": (x_TD, plan, traffic),
             "ep_combine": (rows_QD, call.gate_TK, plan, traffic),
         }
-        return why_not_one_of(self.parts(subject.name), asked)
+        return why_not_one_of(self.parts(implementation.name), asked)
 
-    def stages(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
-        layer = self.layer_on(subject, inputs, Ranks(placement_of(inputs.experiment.E, 1)))
+    def stages(
+        self, implementation: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]
+    ) -> Iterator[Stage]:
+        layer = self.layer_on(implementation, inputs, Ranks(placement_of(inputs.experiment.E, 1)))
         yield from OneCall(layer, args["x_TD"], args["info"]).stages("forward")
 
-    def roots(self, subject: ImplementationRef) -> list[Path]:
+    def roots(self, implementation: ImplementationRef) -> list[Path]:
         files = ("spans/parallel.py", "hosts/ranks.py")
-        return [*super().roots(subject), *(PACKAGE / "bench" / file for file in files)]
+        return [*super().roots(implementation), *(PACKAGE / "bench" / file for file in files)]
 
-    def wire(self, subject: ImplementationRef, inputs: Inputs) -> tuple[int, int] | None:
-        transport = self.named(subject.name)[0][1]
+    def wire(self, implementation: ImplementationRef, inputs: Inputs) -> tuple[int, int] | None:
+        transport = self.named(implementation.name)[0][1]
         if inputs.experiment.W == 1 or transport not in TRANSPORTS:
             return None
         plan, tokens_W = inputs.at(0, 0, "compact").plan, inputs.workload(0).tokens_W
@@ -96,21 +100,22 @@ class ParallelSpan(LayerSpan):
         sent = sum(int(rows_WW.sum() - np.trace(rows_WW)) for rows_WW in flow.phases(transport))
         return row * sent, row * int(flow.to_WW.sum() - np.trace(flow.to_WW))
 
-    def resolved(self, subject: ImplementationRef, inputs: Inputs) -> list[tuple[str, str]]:
-        """What "auto" picks from the sizes of the whole case: the same on every rank."""
-        source = stand_ins(subject, inputs.experiment, choices_of(subject, inputs))
-        return [*super().resolved(subject, inputs), ("expert_ffn", auto_label("expert_ffn", source))]
+    def resolved(self, implementation: ImplementationRef, inputs: Inputs) -> list[tuple[str, str]]:
+        """Returns what "auto" picks from the sizes of the whole case, which is the same on every rank."""
+        source = stand_ins(implementation, inputs.experiment, choices_of(implementation, inputs))
+        return [*super().resolved(implementation, inputs), ("expert_ffn", auto_label("expert_ffn", source))]
 
-    def layer_on(self, subject: ImplementationRef, inputs: Inputs, ranks: Ranks) -> ParallelMoE:
-        """This rank's part of the layer around the inputs' weights. In the forward pass they are packed once,
-        as in one process."""
+    def layer_on(self, implementation: ImplementationRef, inputs: Inputs, ranks: Ranks) -> ParallelMoE:
+        """Returns this rank's part of the layer around the inputs' weights. For the forward pass they are
+        packed once, as in one process."""
         s, case = inputs.experiment.shape, inputs.experiment
-        there, back = self.parts(subject.name)
-        picked = dict(self.resolved(subject, inputs))
-        router = router_of(subject, inputs, picked["topk"])
+        there, back = self.parts(implementation.name)
+        picked = dict(self.resolved(implementation, inputs))
+        router = router_of(implementation, inputs, picked["topk"])
         layer = ParallelMoE(
-            s.D, s.F, s.E, router.K, ranks=ranks, send_layout=subject.layout, dispatch_impl=there.label,
-            combine_impl=back.label, impl=picked["expert_ffn"], plan_impl=picked["make_plan"], router=router,
+            s.D, s.F, s.E, router.K, ranks=ranks, send_layout=implementation.layout,
+            dispatch_impl=there.label, combine_impl=back.label, impl=picked["expert_ffn"],
+            plan_impl=picked["make_plan"], router=router,
             activation=case.activation, bias=case.bias, dtype=inputs.dtype,
             shared_F=shared_width(inputs),
         )  # fmt: skip
@@ -194,7 +199,7 @@ class OneCall:
 
 
 def placement_of(E: int, W: int) -> Placement:
-    """Equal shares in order, all ranks on one node."""
+    """Gives each rank an equal share of experts, in order, with all ranks on one node."""
     return contiguous(E, ranks=W)
 
 

@@ -29,17 +29,19 @@ class RoutingSpan(Span):
     def arguments(self, call: Call) -> dict[str, Any]:
         return {"score_TE": call.logits_TE, "x_TD": call.x_TD, "layout": call.layout, "K": call.K}
 
-    def built(self, subject: ImplementationRef, inputs: Inputs) -> Computation:
-        return Computation(run=_in_a_row(*(part.run for part in self.parts(subject.name))))
+    def built(self, implementation: ImplementationRef, inputs: Inputs) -> Computation:
+        return Computation(run=_in_a_row(*(part.run for part in self.parts(implementation.name))))
 
-    def why_not(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
-        call = inputs.at(0, 0, subject.layout)
+    def why_not(
+        self, implementation: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]
+    ) -> str | None:
+        call = inputs.at(0, 0, implementation.layout)
         asked = moved(args["x_TD"], call.gate_TK, call.plan)
         asked["topk"] = (args["score_TE"], args["K"])
         asked["make_plan"] = (call.routing, args["layout"])
-        return why_not_one_of(self.parts(subject.name), asked)
+        return why_not_one_of(self.parts(implementation.name), asked)
 
-    def plain(self, subject: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
+    def plain(self, implementation: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
         wide = torch.promote_types(dtype, torch.float32)
 
         def run(score_TE: Tensor, x_TD: Tensor, layout: Layout, K: int) -> Tensor:
@@ -50,8 +52,8 @@ class RoutingSpan(Span):
 
         return Computation(run=run)
 
-    def facts(self, subject: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
-        call = inputs.at(0, 0, subject.layout)
+    def facts(self, implementation: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
+        call = inputs.at(0, 0, implementation.layout)
         cost = moving_cost(call.x_TD, call.gate_TK, call.plan) + topk_op.cost(call.logits_TE, call.K)
         cost += make_plan_op.cost(call.routing, call.layout)
         return cost, inputs.workload(0).statistics(call.plan).to_dict()

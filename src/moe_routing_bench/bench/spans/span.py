@@ -37,9 +37,10 @@ from moe_routing_bench.ops.registry import BUILT_IN, all_ops
 from moe_routing_bench.ops.score_topk.op import PLAIN
 from moe_routing_bench.ops.stand_ins import StandIns, weights_without_values
 from moe_routing_bench.workloads import stored_cases
-from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
+from moe_routing_bench.workloads.experiment import ATTENTION, Experiment, ImplementationRef
 
 PACKAGE = Path(__file__).parents[2]
+PACKED_ONCE = ", weights packed once"
 Stage = tuple[str, Callable[[], Any]]
 Load = dict[str, int | float | None]
 NO_SPAN = ("span", "op")  # files of this folder that define no span of their name
@@ -51,7 +52,7 @@ class Computation:
 
     run         takes the call's arguments in order
     parameters  tensors that want gradients and are not among the arguments
-    runs        what really runs, in words; empty if the subject's name says it
+    runs        what really runs, in words; empty if the implementation's name says it
     owner       the module that computes it, if there is one
     """
 
@@ -62,9 +63,9 @@ class Computation:
 
 
 class Span:
-    """A span whose subjects name one implementation of each of its ops, joined by +.
+    """A span whose implementations name one implementation of each of its ops, joined by +.
 
-    name="pack", ops=("dispatch", "combine"): a subject is "index_select+gather_sum"
+    name="pack", ops=("dispatch", "combine"): an implementation is "index_select+gather_sum"
     """
 
     name: str
@@ -72,12 +73,13 @@ class Span:
     included: tuple[str, ...]
     excluded: tuple[str, ...] = ("allocation of weights", "weight conversion")
     weights = False  # do calls read the experts' weights?
-    routed = False  # does a subject have a router?
+    routed = False  # does an implementation have a router?
     grouped = False  # on several ranks, is each a process (hosts/ranks.py)?
     differentiable = True
     exact = False  # is the reference in the dtype itself the oracle?
     widens = False  # does the reference convert the weights itself?
-    decides = ""  # the op whose implementations are compared by comparing its subjects
+    in_stages = False  # are the stages of a call always timed too?
+    decides = ""  # the op whose implementations are compared by comparing its implementations
     case = ""  # the case or suite measured if no size is given
 
     @property
@@ -85,102 +87,111 @@ class Span:
         """The first line of its file."""
         return (inspect.getdoc(sys.modules[type(self).__module__]) or "").partition("\n")[0]
 
-    # what a subject is
+    # what an implementation is
 
-    def split(self, spec: str) -> list[str]:
-        """One spec for each op of the span; a + inside brackets belongs to an option."""
-        specs = re.findall(r"(?:[^+()]|\([^()]*(?:\([^()]*\)[^()]*)*\))+", spec)
-        if len(specs) != len(self.ops):
+    def split(self, name: str) -> list[str]:
+        """One name for each op of the span; a + inside brackets belongs to an option."""
+        names = re.findall(r"(?:[^+()]|\([^()]*(?:\([^()]*\)[^()]*)*\))+", name)
+        if len(names) != len(self.ops):
             raise ValueError(
-                f"{spec!r} names {len(specs)} implementations, but {self.name} is {' + '.join(self.ops)}"
+                f"{name!r} names {len(names)} implementations, but {self.name} is {' + '.join(self.ops)}"
             )
-        return specs
+        return names
 
-    def parts(self, spec: str) -> tuple[Implementation, ...]:
-        """The implementations a subject names, loaded."""
+    def parts(self, name: str) -> tuple[Implementation, ...]:
+        """The implementation of each op, loaded."""
         ops = all_ops()
-        return tuple(ops[name].get(part) for name, part in zip(self.ops, self.split(spec), strict=True))
+        return tuple(ops[op].get(part) for op, part in zip(self.ops, self.split(name), strict=True))
 
-    def named(self, spec: str) -> list[tuple[str, str]]:
-        """(op, name) of each implementation a subject names; nothing is loaded."""
-        names = [base_name(part) for part in self.split(spec)]
+    def named(self, name: str) -> list[tuple[str, str]]:
+        """(op, name) of the implementation of each op; nothing is loaded."""
+        names = [base_name(part) for part in self.split(name)]
         return list(zip(self.ops, names, strict=True))
 
-    def origins(self, spec: str) -> list[str]:
+    def label(self, name: str) -> str:
+        """How tables call it: by the implementations it names, with their options."""
+        return "+".join(part.label for part in self.parts(name)) or name
+
+    def origins(self, name: str) -> list[str]:
         """Where each implementation comes from; ValueError if there is none of that name."""
         ops = all_ops()
-        return [ops[op].origin(name) for op, name in self.named(spec)]
+        return [ops[op].origin(part) for op, part in self.named(name)]
 
-    def check(self, subject: ImplementationRef) -> None:
-        """ValueError if the subject cannot exist."""
-        self.origins(subject.name)
+    def check(self, implementation: ImplementationRef) -> None:
+        """ValueError if the implementation cannot exist."""
+        self.origins(implementation.name)
 
-    def settled(self, subject: ImplementationRef, case: Experiment) -> ImplementationRef:
-        """The subject with "auto" replaced by what it means for this case."""
-        if subject.name != "auto":
-            return subject
-        source = stand_ins(subject, case)
-        return replace(subject, name="+".join(auto_label(name, source) for name in self.ops))
+    def settled(self, implementation: ImplementationRef, case: Experiment) -> ImplementationRef:
+        """The implementation with "auto" replaced by what it means for this case."""
+        if implementation.name != "auto":
+            return implementation
+        source = stand_ins(implementation, case)
+        return replace(implementation, name="+".join(auto_label(name, source) for name in self.ops))
 
-    def has_frozen(self, subject: ImplementationRef, case: Experiment) -> bool:
-        """Is it measured both with weights as they are and, if asked, with frozen ones?"""
-        if case.direction != "forward" or not all(map(is_ours, self.origins(subject.name))):
+    def has_frozen(self, implementation: ImplementationRef, case: Experiment) -> bool:
+        """True if it is measured with weights as they are and, if asked, also with frozen ones."""
+        if case.direction != "forward" or not all(map(is_ours, self.origins(implementation.name))):
             return False  # code from outside is not loaded here
         try:
-            return any(part.reads_plain and part.stored is None for part in self.parts(subject.name))
+            return any(part.reads_plain and part.stored is None for part in self.parts(implementation.name))
         except NotImplementedError:
             return False
 
-    def specs(self) -> list[str]:
-        """Everything worth trying: the defaults first, then one part varied at a time. Code from outside is
-        named but not loaded: only a worker loads it."""
+    def all_names(self) -> list[str]:
+        """Returns everything worth trying: the defaults first, then one part varied at a time. Code from
+        outside is named but not loaded, because only a worker loads it."""
         ops = [all_ops()[name] for name in self.ops]
         defaults = [op.default for op in ops]
         labels = {tuple(part.label for part in self.parts("+".join(defaults))): defaults}
         for place, op in enumerate(ops):
             ours = [one for one in find_all(op, configs=True, only=BUILT_IN) if one.implementation]
             outside = [name for name in op.names() if op.origin(name) != BUILT_IN]
-            for spec in [*(one.spec for one in ours), *outside]:
-                varied = [*defaults[:place], spec, *defaults[place + 1 :]]
-                names = varied if spec in outside else [p.label for p in self.parts("+".join(varied))]
-                labels.setdefault(tuple(names), varied)
+            for name in [*(one.spec for one in ours), *outside]:
+                varied = [*defaults[:place], name, *defaults[place + 1 :]]
+                full = varied if name in outside else [p.label for p in self.parts("+".join(varied))]
+                labels.setdefault(tuple(full), varied)
         return ["+".join(varied) for varied in labels.values()]
 
     def usual(self) -> list[str]:
-        """What people choose between, the baseline first, and what comes from outside; "auto" is one."""
+        """Returns what people choose between: the baseline first, "auto", and implementations from
+        outside."""
         if not self.decides or not all_ops()[self.decides].usual:
-            return self.specs()
+            return self.all_names()
         op = all_ops()[self.decides]
         return [*op.usual, *(name for name in op.names() if op.origin(name) != BUILT_IN)]
 
     # one call
 
-    def call(self, subject: ImplementationRef, inputs: Inputs, number: int, step: int) -> Call:
-        return inputs.at(number, step, subject.layout)
+    def call(self, implementation: ImplementationRef, inputs: Inputs, number: int, step: int) -> Call:
+        return inputs.at(number, step, implementation.layout)
 
     def arguments(self, call: Call) -> dict[str, Any]:
         """What the call reads, by name, in order."""
         raise NotImplementedError
 
-    def built(self, subject: ImplementationRef, inputs: Inputs) -> Computation:
-        """The subject, ready to call. In a worker."""
+    def built(self, implementation: ImplementationRef, inputs: Inputs) -> Computation:
+        """The implementation, ready to call. In a worker."""
         raise NotImplementedError
 
-    def why_not(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> str | None:
-        """A sentence why the subject cannot compute these arguments; None if it can. In a worker."""
+    def why_not(
+        self, implementation: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]
+    ) -> str | None:
+        """A sentence why the implementation cannot compute these arguments; None if it can. In a worker."""
         raise NotImplementedError
 
-    def stages(self, subject: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]) -> Iterator[Stage]:
+    def stages(
+        self, implementation: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]
+    ) -> Iterator[Stage]:
         """The parts of a call as (name, function to run); each needs the ones before it."""
         return iter(())
 
     # what is right
 
-    def plain(self, subject: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
+    def plain(self, implementation: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
         """The same in plain torch: the oracle in float64, the baseline in the case's dtype."""
         raise NotImplementedError
 
-    def rows(self, subject: ImplementationRef, inputs: Inputs) -> int:
+    def rows(self, implementation: ImplementationRef, inputs: Inputs) -> int:
         """How many rows the experts compute. The errors within one row are not independent."""
         return inputs.experiment.shape.num_pairs
 
@@ -198,14 +209,20 @@ class Span:
 
     # what it costs, and what the result depends on
 
-    def facts(self, subject: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
+    def facts(self, implementation: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
         """The least work of a forward call on the first inputs, and how they load the experts."""
         raise NotImplementedError
 
-    def wire(self, subject: ImplementationRef, inputs: Inputs) -> tuple[int, int] | None:
-        """Bytes of rows that leave their rank in the first call, both ways, and the least that any transport
-        needs in a forward pass: a token once to each rank with one of its experts, and one sum back."""
+    def wire(self, implementation: ImplementationRef, inputs: Inputs) -> tuple[int, int] | None:
+        """Returns the bytes of rows that leave their rank in the first call, both ways, and the least that
+        any transport needs in a forward pass. The least is a token once to each rank with one of its experts,
+        and one sum back."""
         return None
+
+    def sizes(self, case: Experiment) -> list[str]:
+        """What a reader must know of the case, in words for one line: its sizes, its routing."""
+        s = case.shape
+        return [f"T={s.T} D={s.D} F={s.F} E={s.E} K={s.K}", case.workload or "own router"]
 
     def notes(self, case: Experiment) -> list[str]:
         """Sentences a reader needs about the case as this span measures it."""
@@ -215,22 +232,28 @@ class Span:
         """Bytes per second by the usual conventions for this span, by name."""
         return {}
 
-    def roots(self, subject: ImplementationRef) -> list[Path]:
+    def roots(self, implementation: ImplementationRef) -> list[Path]:
         """Files the result depends on besides the implementations (sources.py follows their imports)."""
         return [PACKAGE / "bench" / "spans" / f"{self.name}.py"]
 
-    def resolved(self, subject: ImplementationRef, inputs: Inputs) -> list[tuple[str, str]]:
-        """Implementations that run although the subject does not name them: [("topk", "sort")]."""
+    def resolved(self, implementation: ImplementationRef, inputs: Inputs) -> list[tuple[str, str]]:
+        """Implementations that run although the implementation does not name them: [("topk", "sort")]."""
         return []
 
 
-def stand_ins(subject: ImplementationRef, case: Experiment, K: int | None = None) -> StandIns:
-    """Arguments of the case's sizes, to ask what "auto" picks for them. Their memory is never touched."""
+def stand_ins(implementation: ImplementationRef, case: Experiment, K: int | None = None) -> StandIns:
+    """Returns arguments of the case's sizes, to ask what "auto" picks for them. Their memory is never
+    touched."""
     s, train = case.shape, case.direction != "forward"
     weights = weights_without_values(
         s, case.activation, bias=case.bias, train=train, dtype=DTYPES[case.dtype]
     )
-    return StandIns(weights, K or s.K, Layout.parse(subject.layout), s.T, train=train, rule=PLAIN)
+    heads = (case.query_shape, case.key_shape) if case.span == ATTENTION else None
+    made = StandIns(
+        weights, K or s.K, Layout.parse(implementation.layout), s.T, train=train, rule=PLAIN, heads=heads
+    )
+    made.causal, made.window = case.causal, case.window
+    return made
 
 
 def auto_label(op: str, source: StandIns) -> str:
@@ -241,7 +264,7 @@ def auto_label(op: str, source: StandIns) -> str:
 
 
 def is_ours(origin: str) -> bool:
-    """Built in, or a file of this package."""
+    """True if it is built in or a file of this package."""
     source, _, where = origin.partition(" ")
     return origin == BUILT_IN or (source == "file" and Path(where).is_relative_to(PACKAGE))
 
@@ -267,12 +290,12 @@ def span_named(name: str) -> Span:
 
 
 def ranked(experiment: Experiment) -> bool:
-    """Is each of its ranks a process (hosts/ranks.py)?"""
+    """True if each of its ranks is a process (hosts/ranks.py)."""
     return span_named(experiment.span).grouped and experiment.W > 1
 
 
 def all_threads(experiment: Experiment) -> int:
-    """Those of all ranks together; the experiment says how many each has."""
+    """Returns the threads of all ranks together. The experiment says how many each rank has."""
     return experiment.threads * (experiment.W if span_named(experiment.span).grouped else 1)
 
 
@@ -287,14 +310,14 @@ def check_measurable(experiment: Experiment) -> None:
 
 def packed_once(weights: ExpertWeights) -> str:
     """For a record: how the weights are held, if not as they were given."""
-    return ", weights packed once" if isinstance(weights.w_in_EDG, Frozen) else ""
+    return PACKED_ONCE if isinstance(weights.w_in_EDG, Frozen) else ""
 
 
 def why_not_one_of(
     parts: Sequence[Implementation], asked: Mapping[str, tuple[Any, ...]], store: str = ""
 ) -> str | None:
-    """The first reason why one of the implementations cannot compute its arguments; None if all can. store:
-    the format of the case's weights."""
+    """Returns the first reason why one of the implementations cannot compute its arguments; None if all can.
+    `store` is the format of the case's weights."""
     for part in parts:
         if (reason := why_not_stored(part, store)) is not None:
             return reason
@@ -304,7 +327,7 @@ def why_not_one_of(
 
 
 def why_not_stored(part: Implementation, store: str) -> str | None:
-    """Why what it stores weights as is not what a case with this format asks for; None if it is."""
+    """Says why its format of stored weights is not the one the case asks for; None if it is."""
     if part.stored is None:
         return None
     own = str(part.config["store"])

@@ -13,7 +13,7 @@ from moe_routing_bench.ops.combine.op import op
 honest = op.get(op.default).run
 
 
-def describe(self: Any, subject: int) -> dict[str, Any]:
+def describe(self: Any, place: int) -> dict[str, Any]:
     return {"label": "gather_sum", "origin": "built in"}
 
 
