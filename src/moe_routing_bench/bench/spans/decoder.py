@@ -53,7 +53,7 @@ class DecoderSpan(Span):
     weights = in_stages = True
     case = "seed-dense"
 
-    def specs(self) -> list[str]:
+    def all_names(self) -> list[str]:
         return list(IMPLEMENTATIONS)
 
     def settled(self, implementation: ImplementationRef, case: Experiment) -> ImplementationRef:
