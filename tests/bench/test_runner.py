@@ -43,7 +43,7 @@ HOW = {
 def cell_of(span: str, *specs: str, layouts: tuple[str, ...] = ("compact",), **more) -> Experiment:
     case = Experiment(case="own/x", span=span, T=24, D=32, F=16, E=8, K=2, dtype="float32", shared_F=16)
     implementations = tuple(
-        ImplementationRef(name=s, layout=y) for s in specs or span_named(span).all_names() for y in layouts
+        ImplementationRef.read(s, layout=y) for s in specs or span_named(span).all_names() for y in layouts
     )
     return replace(case, implementations=implementations, **{**HOW, **more})
 
