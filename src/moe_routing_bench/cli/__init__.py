@@ -15,8 +15,6 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from moe_routing_bench.core.fork_server import start_server
-
 TRANSFORMERS = "transformers.models.qwen3_moe.modeling_qwen3_moe"  # what the implementations hf_* import
 
 
@@ -352,6 +350,8 @@ def _top(
 
 def main() -> None:
     if takes_transformers(sys.argv[1:]):
+        from moe_routing_bench.core.fork_server import start_server
+
         start_server(TRANSFORMERS)
     app()
 

@@ -256,6 +256,12 @@ def settle(
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # its pool of processes would be taken for a kernel's
     if (inductor := sys.modules.get("torch._inductor.config")) is not None:
         inductor.compile_threads = 1  # type: ignore[attr-defined]
+    with contextlib.suppress(
+        ImportError
+    ):  # torch.compile imports it, and its thread would be taken for a kernel's
+        import tqdm
+
+        tqdm.tqdm.monitor_interval = 0
     torch.set_num_threads(experiment.threads)
     # a kernel may bring an OpenMP or MKL of its own, which asks these; launchers such as Ray set them to 1
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(experiment.threads)

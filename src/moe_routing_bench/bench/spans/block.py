@@ -1,4 +1,4 @@
-"""block: a whole decoder block, attention and MoE, ours or Transformers'.
+"""block: a whole MoE decoder block, ours or Transformers'.
 
 An implementation is ours(attention=sdpa|naive,impl=...) or
 transformers(attention=sdpa|eager,experts=grouped_mm|...). The router after attention still follows the

@@ -1,4 +1,4 @@
-"""decoder: a whole dense decoder block, ours, torch's, compiled or Transformers'.
+"""decoder: a dense decoder block, ours, torch's or Transformers'.
 
 An implementation is ours(linear=...,attention=...,rms_norm=...), torch (plain calls), compiled (torch.compile
 of these) or transformers(attention=sdpa|eager), its Arcee block. All compute in the dtype of the case.
