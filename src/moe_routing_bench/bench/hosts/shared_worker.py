@@ -259,7 +259,7 @@ def settle(
     with contextlib.suppress(
         ImportError
     ):  # torch.compile imports it, and its thread would be taken for a kernel's
-        import tqdm
+        import tqdm  # type: ignore[import-untyped]
 
         tqdm.tqdm.monitor_interval = 0
     torch.set_num_threads(experiment.threads)
