@@ -74,7 +74,6 @@ Examples:
   mrb bench layer --router switch,soft_moe --direction forward,train --stages
   mrb bench expert_ffn --tokens 64,512 --impl staged,eager_loop --dtype float32
   mrb bench expert_ffn --model qwen3-30b-a3b --tokens 1,64 --store int8
-  mrb bench layer --case seed-grid~scaled --layout "compact,block(64)"
   mrb bench pack --case seed-pack/16384x4096-e128-k2 --out results
   mrb bench layer --checkpoint ./Qwen3-30B-A3B --layer 12
   mrb bench block --model qwen3-30b-a3b   our decoder block and Transformers'
