@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 
@@ -18,6 +19,10 @@ FORWARD_ONLY = True
 @cache
 def _compiled() -> Callable[[Tensor, Tensor, float], Tensor]:
     """One program for all sizes; made in this process, because workers may not start others."""
+    with warnings.catch_warnings():  # torch 2.13's compiler imports what torch 2.13 calls deprecated
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import torch._inductor.compile_fx
+        import torch.utils.mkldnn
     return torch.compile(reference, dynamic=True, fullgraph=True, options={"compile_threads": 1})
 
 
