@@ -93,9 +93,10 @@ class DecoderSpan(Span):
         if isinstance(block, TransformersBlock):
             _, _, N, A = inputs.experiment.query_shape
             by = rotary(N, A, THETA, torch.empty((), dtype=inputs.dtype, device=inputs.put))
-        run = torch.compile(block) if implementation.name == "compiled" else block
-        if implementation.name == "compiled":  # here, so that the first timed call need not compile
-            with torch.no_grad():
+        run: Any = block
+        if implementation.name == "compiled":
+            run = torch.compile(block)
+            with torch.no_grad():  # here, so that the first timed call need not compile
                 run(inputs.normal(*_sequences(inputs.experiment), place=0).to(inputs.put), by)
         return Computation(run=lambda x_BND: run(x_BND, by), runs=runs, owner=block)
 
