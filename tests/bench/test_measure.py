@@ -192,6 +192,7 @@ def test_long_calls_of_our_own_code_are_judged_on_inputs_of_their_trials(
     assert measured.samples[FIRST].checked == measured.samples[ONE].checked == 3
     in_rounds = host.judged[:-2]
     assert {(turn.first, turn.step) in GATE_CALLS for turn in in_rounds} == {known}
+    assert len({turn.first for turn in in_rounds}) == 2, "no timed call twice"
     assert (setup.all_judging_seconds([BASE, MINE]) == 0.0) == known
 
 

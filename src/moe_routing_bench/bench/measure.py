@@ -164,7 +164,8 @@ class _Rounds:
             self.first, self.place = self._numbers_for(self.lineup)
             self.step = done % ROUTINGS
             if done in self.judged and self.setup.judges_known([one.implementation for one in self.alive]):
-                (self.first, self.step), self.place = self.dice.choice(GATE_CALLS), 0
+                before = sum(place < done for place in self.judged)
+                (self.first, self.step), self.place = GATE_CALLS[before % len(GATE_CALLS)], 0
         with self._blamed(series):
             self._check_harm()
         if series not in self.lineup:  # it was to blame
