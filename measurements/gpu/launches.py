@@ -310,7 +310,7 @@ def read(path: Path = TABLE) -> dict[str, Any]:
 
 
 def source_of(kernel: str) -> str:
-    """The code of a kernel without comments and docstring, as a short hash: rows of other code are made again."""
+    """The code of a kernel, without its comments, as a short hash: rows of other code are made again."""
     module, _, name = kernel.rpartition(".")
     function = getattr(importlib.import_module(f"moe_routing_bench.ops.{module}"), name)
     (definition,) = ast.parse(function.src).body
