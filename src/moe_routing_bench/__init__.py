@@ -8,7 +8,17 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_routing_bench.api import Experiment, ImplementationRef, Results, bench, check, open, sweep, train
+    from moe_routing_bench.api import (
+        Experiment,
+        ImplementationRef,
+        Results,
+        bench,
+        check,
+        open,
+        sweep,
+        train,
+        tune,
+    )
     from moe_routing_bench.public import *  # noqa: F403
 
 __all__ = [
@@ -51,9 +61,10 @@ __all__ = [
     "to_transformers",
     "topk",
     "train",
+    "tune",
     "use_decisions",
 ]
-_OF_API = ("Experiment", "ImplementationRef", "Results", "check", "open", "sweep")
+_OF_API = ("Experiment", "ImplementationRef", "Results", "check", "open", "sweep", "tune")
 _FOLDERS = ("bench", "train")  # called, they are the functions of api.py
 # no longer public: where each name is. They warn for one release
 _DROPPED = {

@@ -1,4 +1,4 @@
-"""What the command line does, as functions: bench, sweep, check, open, train. The commands call these too.
+"""What the command line does, as functions: bench, sweep, tune, check, open, train. The commands call these too.
 
 A call leaves the process as it found it: torch's threads, limits and signal handlers. What measures runs in
 worker processes, so a script needs no `if __name__ == "__main__"`.
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
+from rich.text import Text
 
 from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.choosing import (
@@ -52,6 +53,7 @@ from moe_routing_bench.core.fork_server import without_main_module
 from moe_routing_bench.core.machine import this_machine, torch_threads
 from moe_routing_bench.core.names import ArgumentError, did_you_mean, one_of
 from moe_routing_bench.core.paths import default_results
+from moe_routing_bench.core.text import printable
 from moe_routing_bench.fleet.claims import FleetPlan, plan_fleet, run_fleet
 from moe_routing_bench.fleet.engines import engine_named
 from moe_routing_bench.fleet.executor import Executor, LocalExecutor
@@ -59,9 +61,18 @@ from moe_routing_bench.fleet.objects import url_of
 from moe_routing_bench.fleet.shards import Shard
 from moe_routing_bench.fleet.store import RemoteStore
 from moe_routing_bench.fleet.sweep import SweepPlan, plan_sweep, run_sweep
+from moe_routing_bench.ops.auto import VARIABLE
 from moe_routing_bench.ops.registry import included_folders
 from moe_routing_bench.report.check_tables import check_progress, show_legend_of_maps, show_map, show_rows
-from moe_routing_bench.report.console import Bar, bar, is_wanted, say, say_roofs_are_measured, shown_progress
+from moe_routing_bench.report.console import (
+    Bar,
+    bar,
+    is_wanted,
+    say,
+    say_roofs_are_measured,
+    show,
+    shown_progress,
+)
 from moe_routing_bench.report.finding import at_hand, results_folders
 from moe_routing_bench.report.outcome_tables import show_outcome, show_summary
 from moe_routing_bench.report.overview import Displayed, Table, read_overview
@@ -75,15 +86,17 @@ from moe_routing_bench.report.result_tables import (
 )
 from moe_routing_bench.results.answers import BEST
 from moe_routing_bench.results.compare import RunComparison, compare_runs
+from moe_routing_bench.results.decisions import Decided, decide, write_decisions
 from moe_routing_bench.results.folder import Selection, copy_selected, iterate, temporary_folder
 from moe_routing_bench.results.history import History, history
 from moe_routing_bench.results.parquet import COLUMNS, quoted
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
 from moe_routing_bench.results.read import LeftOut
-from moe_routing_bench.results.record import Record, RecordPart
+from moe_routing_bench.results.record import TUNING, Record, RecordPart
 from moe_routing_bench.results.remeasure import experiment_of
 from moe_routing_bench.results.repeating import measurable
 from moe_routing_bench.results.trainings import Training, read_trainings
+from moe_routing_bench.results.winners import Contest
 from moe_routing_bench.routers.router import without_included
 from moe_routing_bench.train.loop import Event, Stepped
 from moe_routing_bench.train.model import Decoder
@@ -93,6 +106,8 @@ from moe_routing_bench.train.settings import Rule, Run, Size
 from moe_routing_bench.train.study import StudyRun
 from moe_routing_bench.train.study_rules import RATES, rule_named, studies
 from moe_routing_bench.train.text import read_texts, synthetic
+from moe_routing_bench.tuning.search import SEARCHES
+from moe_routing_bench.tuning.tune import Tuned, Tuner, known_races, space_of, tuning_experiments
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 __all__ = ["Experiment", "ImplementationRef"]  # public names from elsewhere (__init__.py)
@@ -103,6 +118,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Options: TypeAlias = tuple[SizeOptions, WhatOptions, MeasureOptions]
 GROUPS = (SizeOptions, WhatOptions, MeasureOptions)
 OTHER_NAMES = {"top_k": "topk"}  # in Python -> on the command line
+DECIDING = 3.0  # seconds to make decisions of a tuning and write them
 NO_AXES = ("impl", "include_path")  # an argument of its own; mrb.include
 
 
@@ -506,6 +522,76 @@ def sweep(
     suite = what if isinstance(what, str) else ""
     planned.run(suite=suite, roofs=planned.roofs(experiments, progress), progress=progress)
     return Results(at_hand(place), place=out, experiments=experiments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning(Displayed):
+    """What `tune` found. decided: the winner of each size; tuned: what each search did; path: the decisions,
+    which impl="auto" follows after use_decisions(path)."""
+
+    decided: Decided
+    tuned: tuple[Tuned, ...]
+    path: Path
+
+    def _show(self) -> None:
+        for answer in self.decided.answers:
+            show(Text(printable(answer.question), "bold cyan"))
+            for contest in answer.contests:
+                show(Text(printable(f"  T={contest.T}: {_gain(contest)}")))
+        for one in self.tuned:
+            if not one.ranked:
+                show(f"{one.experiment.title}: no time to rank the best settings again; give more minutes")
+        settings, races = sum(len(one.seen) for one in self.tuned), sum(one.races for one in self.tuned)
+        where = f"Written to {self.path}; use it with {VARIABLE}={self.path}."
+        show(f"{settings} settings in {races} races. {where}")
+
+
+def _gain(contest: Contest) -> str:
+    if (gain := contest.against_baseline.get(contest.chosen)) is None:
+        return (
+            f"no gain: none of {len(contest.ratios) - 1} settings is shown to be faster than {contest.chosen}"
+        )
+    low, high = (1 / end for end in reversed(gain.interval))
+    return f"{contest.chosen} is {1 / gain.ratio:.3f}x faster (99 % interval {low:.3f}x to {high:.3f}x)"
+
+
+def run_tuning(
+    experiments: Sequence[Experiment], out: Path, *, minutes: float, search: str,
+    began: float | None = None, progress: bool | None = None,
+    on_outcome: OnOutcome = lambda outcome: None,
+) -> Tuning:  # fmt: skip
+    """Search the settings of all experiments in so many minutes from `began` on, and write what is decided."""
+    one_of("search", search, SEARCHES)
+    for experiment in experiments:
+        space_of(experiment)
+    tuner = Tuner(60 * minutes - DECIDING, search=search, known=known_races(out), began=began)
+    source = partial(
+        run_sweep, experiments, out, tuner, suite=TUNING, roofs=roofs_here(experiments, progress)
+    )
+    collected(source, len(experiments), progress=progress, on_outcome=on_outcome)
+    decided = decide(out)
+    write_decisions(decided, out, path := out / "decisions.json")
+    return Tuning(decided=decided, tuned=tuple(tuner.tuned), path=path)
+
+
+@with_axes
+def tune(
+    what: str | Experiment | Iterable[Experiment], out: PathLike,
+    implementations: Sequence[str] | str | None = None, *, minutes: float = 10.0, search: str = "greedy",
+    progress: bool | None = None, **axes: Any,
+) -> Tuning:  # fmt: skip
+    """Search the settings of a kernel for one that is faster than its own rules; a tie keeps the rules.
+
+    what is "layer", an operation or experiments. Several implementations are settings too. Stop it at any
+    time; the same call goes on. search: "greedy", "exhaustive" or "tpe".
+
+    >>> sizes = dict(tokens=8, width=32, hidden=16, experts=4, top_k=2, dtype="float32")
+    >>> tuning = mrb.tune("topk", "tuned", ["torch_topk", "sort"], minutes=0.2, **sizes)
+    >>> tuning.path.name
+    'decisions.json'
+    """
+    experiments = _chosen(tuning_experiments, what, implementations, axes)
+    return run_tuning(experiments, Path(out), minutes=minutes, search=search, progress=progress)
 
 
 def open(place: PathLike | None = None) -> Results:

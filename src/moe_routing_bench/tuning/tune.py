@@ -16,6 +16,14 @@ from functools import partial
 from pathlib import Path
 
 from moe_routing_bench.bench.budget import Budget
+from moe_routing_bench.bench.choosing import (
+    MeasureOptions,
+    SizeOptions,
+    WhatOptions,
+    check_device,
+    chosen_cases,
+    made_experiments,
+)
 from moe_routing_bench.bench.compiling import compile_first
 from moe_routing_bench.bench.hosts.shared import Reuse
 from moe_routing_bench.bench.identity import cell_key
@@ -80,6 +88,18 @@ def known_races(folder: Path) -> dict[str, Known]:
             timed = status == Status.PASSED and passed is not None
             race.ratios[ImplementationRef.read(spec).name] = passed if timed else math.inf
     return races
+
+
+def tuning_experiments(
+    span: str, sizes: SizeOptions, what: WhatOptions, measure: MeasureOptions
+) -> list[Experiment]:
+    """A case for each number of tokens, with the implementations whose settings are searched."""
+    if sizes.model and sizes.tokens is None:
+        sizes = replace(sizes, tokens=TOKENS)  # what is asked for by number has its full size
+    what = replace(what, impl=what.impl or ["auto"])
+    how = measure.settled(sizes.case or "")
+    check_device(how["device"])
+    return made_experiments(chosen_cases(span_named(span), sizes, what), what, how)
 
 
 def space_of(experiment: Experiment) -> KnobSpace:
