@@ -1,4 +1,4 @@
-"""What the command line does, as functions: bench, sweep, tune, check, open, train. The commands call these too.
+"""What the command line does, as functions: bench, sweep, tune, check, open, train. Commands call them.
 
 A call leaves the process as it found it: torch's threads, limits and signal handlers. What measures runs in
 worker processes, so a script needs no `if __name__ == "__main__"`.
@@ -560,7 +560,7 @@ def run_tuning(
     began: float | None = None, progress: bool | None = None,
     on_outcome: OnOutcome = lambda outcome: None,
 ) -> Tuning:  # fmt: skip
-    """Search the settings of all experiments in so many minutes from `began` on, and write what is decided."""
+    """Search the settings of all experiments in so many minutes, and write what is decided."""
     one_of("search", search, SEARCHES)
     for experiment in experiments:
         space_of(experiment)
