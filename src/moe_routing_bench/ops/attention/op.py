@@ -106,7 +106,7 @@ def judge_gradient(of: GradientOf, gradient: Tensor, expected: Expected) -> list
 
 op = Op(
     __package__, reference, cost=cost, judge_gradient=judge_gradient, default="plain", stage=11,
-    usual=("plain", "sdpa", "sdpa_folded", "native"),
+    usual=("plain", "sdpa", "sdpa_folded", "flex", "native"),
 )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def why_not_packed(w_FD: Tensor | PackedMatrix, kernel: str) -> str | None:
 
 op = Op(
     __package__, reference, cost=cost, default="torch", weights="w_FD", stage=12,
-    usual=("torch", "onednn_packed", "native", "frozen(native)"),
+    usual=("torch", "mkl_packed", "onednn_packed", "inductor_frozen", "native", "frozen(native)"),
 )  # fmt: skip
 
 
