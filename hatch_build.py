@@ -6,9 +6,9 @@ The libraries are linked without -fopenmp, so they use the libgomp that torch ha
 be a second pool of threads.
 """
 
+import importlib.util
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,10 +17,11 @@ from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-ROOT = Path(__file__).parent
-PACKAGE = ROOT / "src/moe_routing_bench"
-sys.path.insert(0, str(PACKAGE / "core"))
-from levels import library_name, options  # noqa: E402  the package would import torch
+PACKAGE = Path(__file__).parent / "src/moe_routing_bench"
+# by its path, because importing the package needs torch
+_spec = importlib.util.spec_from_file_location("levels", PACKAGE / "core/levels.py")
+levels = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(levels)
 
 OF_MACHINE = {"x86_64": ("amx", "vnni", "avx512", "avx2"), "aarch64": ("neon",)}
 # now: a symbol that is not there is an error when the library is loaded, which we report
@@ -28,9 +29,9 @@ LINK = ("-shared", "-fPIC", "-s", "-Wl,-z,now", "-Wl,-z,noexecstack")
 
 
 def build(source: Path, level: str, folder: Path, compiler: str) -> Path:
-    library = folder / library_name(source, level)
+    library = folder / levels.library_name(source, level)
     code = library.with_suffix(".o")
-    subprocess.run([compiler, *options(level), "-fPIC", "-c", source, "-o", code], check=True)
+    subprocess.run([compiler, *levels.options(level), "-fPIC", "-c", source, "-o", code], check=True)
     subprocess.run([compiler, *LINK, code, "-o", library], check=True)
     code.unlink()
     return library
@@ -47,24 +48,21 @@ class CustomBuildHook(BuildHookInterface):
                 f"({sys.platform}, {machine}): this wheel is pure Python and runs kernels in PyTorch."
             )
             return
-        self.folder = tempfile.mkdtemp()
-        levels = OF_MACHINE[machine] if wanted == "1" else wanted.split(",")
+        names = OF_MACHINE[machine] if wanted == "1" else wanted.split(",")
+        if unknown := set(names).difference(OF_MACHINE[machine]):
+            raise ValueError(f"MRB_PREBUILD is 1 or some of {OF_MACHINE[machine]} here, not {unknown}")
+        self.scratch = tempfile.TemporaryDirectory()  # it goes with this hook, when the wheel is written
+        folder = Path(self.scratch.name)
         sources = sorted(PACKAGE.rglob("*.cpp"), key=lambda path: -path.stat().st_size)
         compiler = os.environ.get("CXX", "g++")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = [
-                pool.submit(build, source, level, Path(self.folder), compiler)
-                for source in sources
-                for level in levels
+                pool.submit(build, source, level, folder, compiler) for source in sources for level in names
             ]
             made = [job.result() for job in jobs]
         said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-        made.append(Path(self.folder, "compiler.txt"))
-        made[-1].write_text(said.partition("\n")[0])
-        for path in made:
+        (folder / "compiler.txt").write_text(said.partition("\n")[0])
+        for path in (*made, folder / "compiler.txt"):
             build_data["force_include"][str(path)] = f"moe_routing_bench/prebuilt/{path.name}"
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-linux_{machine}"
-
-    def finalize(self, version, build_data, artifact_path):
-        shutil.rmtree(getattr(self, "folder", ""), ignore_errors=True)
