@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from child_process import python
+from moe_routing_bench.bench import sources
 from moe_routing_bench.core import cpp
 from repository import ROOT
 from tiny_layers import needs_compiler
@@ -63,6 +64,12 @@ def test_no_compiler_is_needed(source: Path) -> None:
     assert cpp.compiler() is None and cpp.why_not() is None and cpp.compiled(source)
     assert cpp.load(source)["answer"]() == 42
     assert not list(source.parents[1].glob("compiled/*/*"))
+
+
+def test_a_result_names_the_compiler_of_the_wheel(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PREBUILT", cpp.PREBUILT)
+    (cpp.PREBUILT / "compiler.txt").write_text("g++ 1.2.3")
+    assert sources.compiler_version.__wrapped__() == "g++ 1.2.3"
 
 
 def test_there_is_one_libgomp(source: Path) -> None:
