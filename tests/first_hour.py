@@ -25,7 +25,7 @@ from repository import ROOT
 PAGES = ("README.md", "docs/tutorials/")
 LIMIT_SECONDS = 900
 LEFT_OUT = {
-    r"pip |make ": "installs; what this script installs is its first row",
+    r"(MRB_PREBUILD=1 )?pip |make ": "installs; what this script installs is its first row",
     r"(\S*= )?vllm |LOCAL_KERNELS|.*kt_kernel|mrb model kernels": "needs vLLM, kernels or kt-kernel",
     r".*gpu-quick|mrb gpu compile|pip install triton": "needs a GPU, or Triton: a step of .ci/run",
     r".*(DIR|--checkpoint)": "needs a checkpoint of your own; tests/models has small ones",

@@ -38,7 +38,7 @@ MINUTES = "minutes of timing"
 MACHINE = this_machine()
 HERE = {**WITH_SOURCE, "machine": {**asdict(MACHINE), **WITH_SOURCE["machine"], "name": MACHINE.name}}
 NOT_RUN = {
-    r"pip |python -m venv|\. |make ": "installs, or runs this test suite",
+    r"(MRB_PREBUILD=1 )?pip |python -m venv|\. |make ": "installs, or runs this test suite",
     r"(MRB_VLLM=1 )?vllm |LOCAL_KERNELS": "needs vLLM or kernels; measurements/models has the transcripts",
     r".*(TRITON_INTERPRET|_ON_CPU=1)|mrb gpu |bash measurements/gpu": "needs Triton or CuTe: steps of CI",
     r"pytest ": "a step of .ci/run",

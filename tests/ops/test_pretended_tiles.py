@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_routing_bench import ExpertWeights, Layout, Routing, ops
 from moe_routing_bench.conformance.cases import Case, KitCell
 from moe_routing_bench.conformance.check import cells_of, check
-from moe_routing_bench.core import cpp
+from moe_routing_bench.core import cpp, levels
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.formats.named import NAMES
 from moe_routing_bench.ops.expert_ffn import native
@@ -53,7 +53,7 @@ def config(shapes: dict[int, Shape], palette: int = 1, start: int = 0) -> bytes:
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = tmp_path_factory.mktemp("tiles") / "tiles.so"
     source = Path(__file__).parents[1] / "data/pretended_tiles.cpp"
-    flags = [*cpp.FLAGS, *cpp.LEVELS[cpp.PRETENDED][1], "-Wall", "-Werror", f"-I{OPS}", "-fPIC", "-shared"]
+    flags = [*levels.options(cpp.PRETENDED), "-Wall", "-Werror", f"-I{OPS}", "-fPIC", "-shared"]
     subprocess.run([str(cpp.compiler()), *flags, str(source), "-o", str(built)], check=True)
     return built
 
@@ -170,7 +170,7 @@ def test_nobody_gets_it_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_amx_s_own_code_compiles(tmp_path: Path) -> None:
     """It cannot be run here. Its instructions are those that are pretended."""
-    flags = [flag for flag in (*cpp.FLAGS, *cpp.LEVELS["amx"][1]) if flag != "-O3"]  # quicker
+    flags = [flag for flag in levels.options("amx") if flag != "-O3"]  # quicker
     library = tmp_path / "library.so"
     command = [str(cpp.compiler()), *flags, "-fPIC", "-shared", str(native.SOURCE), "-o", str(library)]
     subprocess.run(command, check=True)
@@ -299,7 +299,7 @@ def planted(text: str, right: str, wrong: str, number: int) -> str:
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("faulty")
     (folder / "expert_ffn").mkdir()
-    for path in cpp.with_includes(native.SOURCE):
+    for path in levels.with_includes(native.SOURCE):
         text = path.read_text()
         for number, (name, right, wrong, _) in enumerate(FAULTS.values(), start=1):
             text = planted(text, right, wrong, number) if name == path.name else text
@@ -307,7 +307,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
             text += 'extern "C" { int mrb_fault; }\n'
         (folder / path.relative_to(OPS)).write_text(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpp, "FLAGS", tuple(flag for flag in cpp.FLAGS if flag != "-O3"))  # quicker
+        patch.setattr(levels, "FLAGS", tuple(flag for flag in levels.FLAGS if flag != "-O3"))  # quicker
         patch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
         return cpp.load(folder / "expert_ffn/native.cpp", cpp.PRETENDED)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.spans.span import is_ours, span_named
-from moe_routing_bench.core import cpp
+from moe_routing_bench.core import cpp, levels
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.routers.router import include_folder
@@ -26,7 +26,7 @@ def compile_first(experiments: Sequence[Experiment], say: Callable[[str], None])
     needed = [file for experiment in here for file in _needed(experiment)]
     for source, level in dict.fromkeys(needed):
         if not cpp.compiled(source, level):
-            size = sum(path.stat().st_size for path in cpp.with_includes(source))
+            size = sum(path.stat().st_size for path in levels.with_includes(source))
             say(
                 f"{BUILDING} {source.parent.name}.{source.stem}, once, "
                 f"about {max(1, round(SECONDS_PER_BYTE * size))} s"

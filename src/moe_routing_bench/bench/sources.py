@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from moe_routing_bench.core.cpp import compiler, with_includes
+from moe_routing_bench.core.cpp import PREBUILT, compiler
+from moe_routing_bench.core.levels import with_includes
 
 PACKAGE = Path(__file__).parents[1]
 OURS = PACKAGE.name
@@ -167,7 +168,9 @@ def distribution_version(package: str) -> str:
 
 @cache
 def compiler_version() -> str:
+    """Of the compiler here, and of the one that made the libraries of the wheel."""
+    of_wheel = [path.read_text() for path in PREBUILT.glob("compiler.txt")]
     if (path := compiler()) is None:
-        return ""
+        return "".join(of_wheel)
     ran = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-    return ran.stdout.partition("\n")[0]
+    return "; wheel: ".join([ran.stdout.partition("\n")[0], *of_wheel])

@@ -1,6 +1,7 @@
-"""Compiles C++ files for this processor at their first use, stores the libraries and loads them.
+"""Loads the C++ files: from the wheel, or compiled for this processor at their first use and stored.
 
-The libraries are in <MRB_HOME>/compiled, or in TORCH_EXTENSIONS_DIR. You can delete them at any time.
+A wheel for Linux has a library for each file and level (hatch_build.py). What it does not have, such as a
+changed file, is compiled into <MRB_HOME>/compiled, or TORCH_EXTENSIONS_DIR. You can delete those at any time.
 
 torch's extension loader builds each file in its own folder, and the finished library is then moved. So a
 process that is killed while it builds leaves nothing that another process waits for. Without a compiler these
@@ -10,9 +11,7 @@ implementations are unsupported, which is not an error. Compiling takes seconds,
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import re
 import shutil
 import struct
 import subprocess
@@ -31,34 +30,14 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
+from moe_routing_bench.core.levels import LEVELS, PRETENDED, library_name, options
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.paths import home
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# The code for AMX with each tile instruction computed in plain C++ (ops/pretended_tiles.h). It is for tests
-# on processors without AMX and very slow, and used only if it is named.
-PRETENDED = "amx_pretended"
-# best first: the flags of /proc/cpuinfo that the processor must have, the options for the compiler
-LEVELS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
-    "amx": (
-        frozenset({"amx_bf16", "amx_int8", "avx512f", "avx512_bf16"}),
-        ("-march=sapphirerapids",),
-    ),
-    "vnni": (
-        frozenset({"avx512f", "avx512_vnni"}),
-        ("-march=cascadelake", "-mprefer-vector-width=512"),
-    ),
-    "avx512": (frozenset({"avx512f"}), ("-march=skylake-avx512", "-mprefer-vector-width=512")),
-    "avx2": (frozenset({"avx2"}), ("-march=haswell",)),
-    "neon": (frozenset({"asimd", "asimddp"}), ("-march=armv8.2-a+dotprod",)),
-    PRETENDED: (
-        frozenset({"avx512f", "avx512_vnni"}),
-        ("-march=cascadelake", "-mprefer-vector-width=512", "-DMRB_PRETENDED_TILES"),
-    ),
-}
 PLAIN_TYPES = (Tensor, Parameter)
-FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
+PREBUILT = Path(__file__).parents[1] / "prebuilt"  # only in a wheel that hatch_build.py filled
 
 
 @cache  # reading /proc takes 0.2 ms
@@ -92,10 +71,19 @@ def other_dtypes(x: torch.dtype, weights: torch.dtype) -> str:
 
 
 def why_not() -> str | None:
-    """Why C++ cannot be compiled and run here; None if it can."""
+    """Why our C++ cannot run here; None if it can, because the wheel has it or it can be compiled."""
     if best_level() is None:
         return "it is written for x86 processors with AVX2 or better and ARM with asimddp, on Linux"
+    return None if _in_wheel() else why_not_compiled()
+
+
+def why_not_compiled() -> str | None:
     return None if missing_tool() is None else f"it is compiled on first use and {missing_tool()}"
+
+
+@cache
+def _in_wheel() -> bool:
+    return any(PREBUILT.glob(f"*_{best_level()}_*.so"))
 
 
 def compiler() -> str | None:
@@ -222,39 +210,29 @@ def _tiles_granted() -> bool:
 @cache  # failures are cached too, because a build takes seconds
 def _load(source: Path, level: str) -> ctypes.CDLL | str:
     """The library, or why there is none."""
-    flags = [*FLAGS, *LEVELS[level][1]]
     library = _library(source, level)
     if not library.exists():
+        if (reason := why_not_compiled()) is not None:
+            return reason
         what = f"moe_routing_bench: compiling {source.parent.name}/{source.name} for {level}, once"
         what += " (AMX's tiles in plain C++, for tests, very slow): " if level == PRETENDED else ": "
         print(what, end="", file=sys.stderr, flush=True)
         began = time.monotonic()
-        failed = _build(library.stem, source, flags, library)
+        failed = _build(library.stem, source, options(level), library)
         print(f"{time.monotonic() - began:.0f} s{failed and ', failed'}", file=sys.stderr, flush=True)
         if failed:
             return f"it did not compile here: {failed}"
-    return ctypes.CDLL(str(library))
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:  # a library of the wheel that needs a newer system
+        return f"its library cannot be loaded here: {error}"
 
 
 def _library(source: Path, level: str) -> Path:
     """The path of the compiled file. Its name changes with everything it is built from."""
-    texts = [path.read_text() for path in with_includes(source)]
-    built_from = (texts, [*FLAGS, *LEVELS[level][1]], torch.__version__, compiler())
-    digits = hashlib.sha256(repr(built_from).encode()).hexdigest()[:16]
-    return _folder() / f"mrb_{source.parent.name}_{source.stem}_{level}_{digits}.so"
-
-
-def with_includes(source: Path) -> list[Path]:
-    """The file and all our headers that it includes, directly or indirectly."""
-    seen: list[Path] = []
-    waiting = [source.resolve()]
-    while waiting:
-        path = waiting.pop()
-        if path.is_file() and path not in seen:
-            seen.append(path)
-            names = re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.M)
-            waiting += [(path.parent / name).resolve() for name in names]
-    return [seen[0], *sorted(seen[1:])]
+    if (prebuilt := PREBUILT / library_name(source, level)).exists():
+        return prebuilt
+    return _folder() / library_name(source, level, torch.__version__, compiler())
 
 
 def _folder() -> Path:

@@ -370,7 +370,7 @@ def _rank(
             because = f"no measured decision for these sizes ({facts})"
     machine = machine_of(device)
     table = list(preferences(op, machine))
-    tool = cpp.missing_tool() if device.type == "cpu" else None
+    tool = cpp.missing_tool() if device.type == "cpu" and cpp.why_not() else None
     if tool is not None and next(preferences(op, timed_level() or PLAIN)).order != table[0].order:
         because = f"{because}; {tool}"
         warning = warning or f'impl="auto" would run compiled C++ here, but runs plain torch: {tool}'

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict, judge_gradient, judge_result
 from moe_routing_bench.core.cost import Cost
-from moe_routing_bench.core.cpp import with_includes
+from moe_routing_bench.core.levels import with_includes
 from moe_routing_bench.core.names import base_name, did_you_mean, parse_spec
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.tracing import while_tracing

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.core import cpp
+from moe_routing_bench.core import cpp, levels
 from moe_routing_bench.core.dtypes import name_of
 from moe_routing_bench.core.experts import GATED, ExpertWeights, QuantisedExperts
 from moe_routing_bench.core.frozen import UNPACK, Form, Frozen
@@ -277,7 +277,7 @@ def _packing_code() -> str:
     """A hash of all files that decide what panels contain: a change in one of them makes old panels
     invalid."""
     formats = Path(__file__).parents[2].joinpath("formats").glob("*.py")
-    files = [*cpp.with_includes(SOURCE), Path(__file__), Path(coded.__file__), *sorted(formats)]
+    files = [*levels.with_includes(SOURCE), Path(__file__), Path(coded.__file__), *sorted(formats)]
     return hashlib.sha256(repr([path.read_text() for path in files]).encode()).hexdigest()
 
 

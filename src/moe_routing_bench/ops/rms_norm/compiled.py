@@ -31,7 +31,7 @@ def unsupported(x_TD: Tensor, norm_D: Tensor, eps: float) -> str | None:
         return "it is compiled for two tokens or more, side by side in memory"
     if isinstance(x_TD, FakeTensor):
         return "a fake tensor cannot be compiled for"
-    return cpp.why_not() if x_TD.is_cpu else None
+    return cpp.why_not_compiled() if x_TD.is_cpu else None
 
 
 def run(x_TD: Tensor, norm_D: Tensor, eps: float) -> Tensor:
