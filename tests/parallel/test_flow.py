@@ -14,7 +14,7 @@ from moe_routing_bench.core.placement import Placement
 from moe_routing_bench.core.plan import Layout
 from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.ops.make_plan.op import make_plan
-from moe_routing_bench.parallel.placing import contiguous, replicated, strided
+from moe_routing_bench.parallel.placing import contiguous, eplb, replicated, strided
 from moe_routing_bench.parallel.ranks import Ranks
 from moe_routing_bench.parallel.traffic import settle
 from moe_routing_bench.planner.fabric import Fabric, exchange, ports, read_fabric, shipped
@@ -44,6 +44,7 @@ def placements(W: int) -> list[Placement]:
         contiguous(E, ranks=W, ranks_per_node=per_node),
         strided(E, ranks=W, ranks_per_node=per_node),
         replicated(load, ranks=W, extra=W, ranks_per_node=per_node),
+        eplb([90.0, *load[1:]], ranks=W, extra=W, ranks_per_node=per_node),  # two copies on a rank
     ]
 
 
@@ -89,8 +90,7 @@ def test_every_transport_sends_what_traffic_predicts(transport: str) -> None:
         within = between = 0
         for rank in range(4):
             ranks = SimpleNamespace(rank=rank, num_ranks=4, places=placement.places, placement=placement)
-            rank_TK = placement.tables().rank_TK(torch.from_numpy(chosen(rank)), first_token=rank)
-            slot_TK = torch.where(rank_TK >= 0, rank_TK * placement.places, -1)
+            slot_TK = placement.tables().slot_TK(torch.from_numpy(chosen(rank)), first_token=rank)
             predicted = rows_sent(slot_TK, ranks, transport, tokens=T)  # type: ignore[arg-type]
             within, between = within + predicted.within, between + predicted.between
             if transport != "hierarchical":  # of which `within` is what a rank causes, not what it sends

@@ -14,7 +14,7 @@ from moe_routing_bench.controllers.controller import Counts, controller_for
 from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.moe.expert_parallel import ParallelMoE
 from moe_routing_bench.moe.layer import MoE
-from moe_routing_bench.parallel.placing import replicated, strided
+from moe_routing_bench.parallel.placing import eplb, replicated, strided
 from moe_routing_bench.parallel.ranks import Ranks
 from ranks_in_processes import on_ranks
 
@@ -52,9 +52,9 @@ def stepped(layer: MoE, x_TD: Tensor, d_y_TD: Tensor, reduce: Any = None) -> dic
 
 
 def on_mesh(group: Any, chunks: int, transport: str) -> dict[str, Any]:
-    """Two copies of a layer on two ranks each; experts have copies on ranks too."""
+    """Two copies of a layer on two ranks each; experts have copies on ranks too, even two on one rank."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-    ranks = Ranks.on_mesh(replicated(LOAD, ranks=2, extra=2, ranks_per_node=1), mesh)
+    ranks = Ranks.on_mesh(eplb([90, *LOAD[1:]], ranks=2, extra=2, ranks_per_node=1), mesh)
     with pytest.raises(ValueError, match="not tp"):
         Ranks.on_mesh(ranks.placement, mesh, experts="tp")
     torch.manual_seed(dist.get_rank())  # the ranks begin unlike

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import time
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from moe_routing_bench.core.load import LoadStatistics
 from moe_routing_bench.core.placement import Placement
 from moe_routing_bench.core.routing import Routing
-from moe_routing_bench.parallel.placing import assigned, contiguous, greedy, replicated, strided
+from moe_routing_bench.parallel.placing import assigned, contiguous, eplb, greedy, replicated, strided
 
 EXAMPLE = Placement(experts_W=((0, 1), (0, 2), (0, 3), (1,)), num_experts=4, ranks_per_node=2)
 loads = st.lists(st.integers(0, 100), min_size=1, max_size=24)
@@ -77,17 +79,47 @@ def test_eplb_maps_go_there_and_back() -> None:
     assert Placement.from_eplb(first, ranks=4) == placement
     assert copies == [len(ranks) for ranks in placement.ranks_E]
     assert all(first[p] == expert for expert, row in enumerate(places) for p in row if p >= 0)
-    assert Placement.from_eplb([0, 0, 1, 0], ranks=2).experts_W == ((0,), (0, 1))
+    assert Placement.from_eplb([0, 0, 1, 0], ranks=2).experts_W == ((0, 0), (0, 1))
     with pytest.raises(ValueError, match="equally many"):
         EXAMPLE.to_eplb()
+
+
+REFERENCE = json.loads((Path(__file__).parents[1] / "data/eplb.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("case", REFERENCE)
+def test_eplb_places_as_the_reference_does(case: dict[str, Any]) -> None:
+    """Without ties the placement itself is equal, rank by rank; measurements/parallel/eplb.py recorded it."""
+    load, ranks = case["load"], case["gpus"]
+    theirs = Placement.from_eplb(
+        case["physical_to_logical"], ranks=ranks, ranks_per_node=ranks // case["nodes"]
+    )
+    assert theirs.rank_load(load) == pytest.approx(case["load_of_gpu"])
+    sizes = {
+        "ranks": ranks, "extra": len(case["physical_to_logical"]) - len(load),
+        "ranks_per_node": ranks // case["nodes"],
+        "groups": 0 if case["groups"] % case["nodes"] else case["groups"],
+    }  # fmt: skip
+    assert eplb(load, **sizes) == theirs
+    assert max(replicated(load, **sizes).rank_load(load)) <= max(case["load_of_gpu"]) * (1 + 1e-12)
+
+
+def test_the_reference_has_both_policies_and_two_copies_on_a_rank() -> None:
+    policies = {(case["nodes"] > 1, case["groups"] % case["nodes"] > 0) for case in REFERENCE}
+    assert policies == {(False, False), (True, False), (True, True)}
+    found = [Placement.from_eplb(case["physical_to_logical"], ranks=case["gpus"]) for case in REFERENCE]
+    assert sum(any(len(set(held)) < len(held) for held in one.experts_W) for one in found) >= 5
 
 
 def test_copies_take_turns() -> None:
     tables = EXAMPLE.tables()
     expert_TK = torch.tensor([[0, 1], [0, -1], [0, 9], [0, 1]])
-    assert tables.rank_TK(expert_TK).tolist() == [[0, 0], [1, -1], [2, -1], [0, 3]]
-    assert tables.rank_TK(expert_TK, first_token=1)[:, 0].tolist() == [1, 2, 0, 1]
-    assert tables.place_WE.tolist() == [[0, 1, -1, -1], [0, -1, 1, -1], [0, -1, -1, 1], [-1, 0, -1, -1]]
+    assert tables.slot_TK(expert_TK).tolist() == [[0, 1], [2, -1], [4, -1], [0, 6]]
+    assert tables.slot_TK(expert_TK, first_token=1)[:, 0].tolist() == [2, 4, 0, 2]
+    assert tables.slot_EC.tolist() == [[0, 2, 4], [1, 6, -1], [3, -1, -1], [5, -1, -1]]
+    twice = Placement(experts_W=((0, 0), (0, 1)), num_experts=2)
+    assert twice.rank_load([6, 1]) == [4, 3]
+    assert twice.tables().slot_TK(torch.zeros(3, 1, dtype=torch.int64)).tolist() == [[0], [1], [2]]
 
 
 def test_load_statistics_of_a_placement() -> None:

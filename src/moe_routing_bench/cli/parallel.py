@@ -6,6 +6,7 @@ mrb parallel cache: says which experts to keep in memory.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -33,6 +34,7 @@ from moe_routing_bench.workloads.workload import check_name
 File = Annotated[Path, typer.Argument(metavar="TRACE", help="A file that `mrb model trace record` wrote.")]
 Model = Annotated[str | None, typer.Option(help="A name from `mrb list models`, to show bytes.")]
 Bits = Annotated[float, typer.Option(help="Bits per weight, to show bytes.")]
+FabricName = Annotated[str, typer.Option(help="A name from `mrb parallel fabrics`, or a file.toml.")]
 
 
 def place_command(
@@ -44,9 +46,12 @@ def place_command(
     tokens: Annotated[int, typer.Option(help="Tokens per step of all ranks together.")] = 1024,
     model: Model = None,
     bits: Bits = 16,
+    fabric: FabricName = "h100-400g",
     as_json: Json = False,
 ) -> None:
     """Say whether another placement of experts on ranks would save time, from a recorded routing.
+
+    With --model also what moving experts costs, and after how many steps it pays.
 
     \b
     Examples:
@@ -58,20 +63,22 @@ def place_command(
         for name, value in (("--ranks", ranks), ("--windows", windows), ("--tokens", tokens)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        expert = None if model is None else _expert_bytes(model, bits)
+        size, links = None if model is None else layer_size(model, bits), read_fabric(fabric)
         study = study_placements(
             read_trace(file), ranks=ranks, replicas=extra, windows=windows, step_tokens=tokens,
-            ranks_per_node=ranks_per_node,
+            ranks_per_node=ranks_per_node, size=size, fabric=links,
         )  # fmt: skip
+    expert = None if size is None else size.expert_bytes
     if as_json:
-        show_json({**asdict(study), "pays": study.pays, "expert_bytes": expert})
+        after = {_name(one): study.pays_after(one) for one in study.tried} if size else None
+        show_json({**asdict(study), "pays": study.pays, "expert_bytes": expert, "pays_after": after})
         return
     sizes = (
         f"{study.layers} layer{'s' if study.layers > 1 else ''}, {study.experts} experts on {ranks} ranks, "
         f"{study.windows} windows of {study.steps} steps of {study.step_tokens:,} tokens"
     )
     show(heading(printable(file.name), sizes), "", *_places(study, expert), "")
-    show(_answer(study), *(Text(note, "dim") for note in _notes(study)))
+    show(_answer(study), *(Text(note, "dim") for note in _notes(study, links if size else None)))
 
 
 def _places(study: PlacementStudy, expert: float | None) -> list[RenderableType]:
@@ -85,6 +92,8 @@ def _places(study: PlacementStudy, expert: float | None) -> list[RenderableType]
     }
     if expert is not None:
         numbers["GiB moved"] = [f"{one.moved * expert / 2**30:.3g}" for one in rows]
+        numbers["ms moving"] = [f"{1e3 * (one.move_seconds or 0):.3g}" for one in rows]
+        numbers["pays after"] = ["", *(_steps(study.pays_after(one)) for one in rows[1:])]
         numbers["GiB a rank"] = [f"{one.places * expert / 2**30:.3g}" for one in rows]
     return fitted({"placement": [_name(one) for one in rows]}, numbers, style="bold")
 
@@ -98,30 +107,40 @@ def _saved(one: Tried) -> str:
     return f"{100 * one.saved:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
 
 
+def _steps(count: float) -> str:
+    return "never" if count == math.inf else f"{count:,} steps"
+
+
 def _answer(study: PlacementStudy) -> str:
     best, first = study.best, study.tried[0]
     if not study.pays:
         return (
             f"No, another placement would not pay in this trace: the best one, {_name(best)}, saves "
             f"{_saved(best)} of the experts' time in the next window. It should save more than "
-            f"{100 * PAYS:.0f} %, and certainly more than 0."
+            f"{100 * PAYS:.0f} %, certainly more than 0, and more than moving costs."
         )
     return (
         f"Yes: {_name(best)} lowers the busiest rank from {first.next:.2f} to {best.next:.2f} times the mean "
         f"in the next window, and saves {_saved(best)} of the experts' time. {best.moved:.1f} "
-        "experts of a layer move from window to window."
+        "experts of a layer move at each change."
     )
 
 
-def _notes(study: PlacementStudy) -> list[str]:
+def _notes(study: PlacementStudy, links: Fabric | None) -> list[str]:
+    moving = () if links is None else (
+        f"moving: all experts of a layer that change their rank, over {links.title}, which does nothing else "
+        "meanwhile. pays after: steps until the experts' time saved, from the fabric's rates, is as long; a "
+        f"window has {study.steps}.",
+    )  # fmt: skip
     return [
         "next window: the load of the busiest rank divided by the mean, with a placement made from the "
         "window before. same window: with a placement made from the same window. time saved: share of the "
-        "experts' time, with a 99 % interval over layers and windows. moved: experts per layer from window "
-        "to window.",
+        "experts' time, with a 99 % interval over layers and windows. moved: experts per layer at each "
+        "change of placement, the first from contiguous.",
         f"Evenly random routing has {study.chance:.3f} on contiguous ranks, and no placement stays below its "
         "own chance level. Copies of an expert share its tokens equally. The time to send tokens is not "
         "counted.",
+        *moving,
         *study.left_out,
     ]
 
@@ -147,7 +166,7 @@ def cache_command(
     with user_mistakes():
         if tokens < 1 or not 0 < gb_per_second < 1e6:
             raise ValueError("--tokens and --gb-per-second must be positive")
-        expert = None if model is None else _expert_bytes(model, bits)
+        expert = None if model is None else layer_size(model, bits).expert_bytes
         cached, layers, used = study_caches(read_trace(file), slots=slots, policies=names, most_tokens=tokens)
     per_token = [one.loads / (layers * used) for one in cached]
     if as_json:
@@ -175,12 +194,16 @@ def _cached(
     return fitted({"policy": [one.policy for one in cached]}, numbers, style="bold")
 
 
-def _expert_bytes(name: str, bits: float) -> float:
-    """Returns the bytes of one expert of a published model: its two or three matrices."""
-    if not 1 <= bits <= 64:
-        raise ValueError(f"--bits is {bits:g}; a weight has 1 to 64")
+def layer_size(name: str, bits: float, send_bits: float = 16, return_bits: float = 16) -> LayerSize:
+    """The sizes of a published model's layer, with these bits per number."""
+    for what, given in (("weight", bits), ("send", send_bits), ("return", return_bits)):
+        if not 1 <= given <= 64:
+            raise ValueError(f"--{what}-bits is {given:g}; it must be from 1 to 64")
     one = published_model(name)
-    return one.D * one.F * (3 if one.activation in GATED else 2) * bits / 8
+    return LayerSize(
+        D=one.D, F=one.F, E=one.E, K=one.K, shared_F=one.shared_F, gated=one.activation in GATED,
+        weight_bytes=bits / 8, send_bytes=send_bits / 8, return_bytes=return_bits / 8,
+    )  # fmt: skip
 
 
 SHOWN = 8  # plans with the same degree
@@ -197,9 +220,7 @@ def fabrics_command() -> None:
 def plan_command(
     model: Annotated[str, typer.Option(help="A name from `mrb list models`.")],
     gpus: Annotated[int, typer.Option(help="Number of GPUs.")],
-    fabric: Annotated[
-        str, typer.Option(help="A name from `mrb parallel fabrics`, or a file.toml.")
-    ] = "h100-400g",
+    fabric: FabricName = "h100-400g",
     tokens: Annotated[int, typer.Option(help="Tokens that each GPU brings to a step.")] = 4096,
     workload: Annotated[
         str, typer.Option(help="The routing: `mrb list workloads`, or trace(FILE,layer=3).")
@@ -230,18 +251,12 @@ def plan_command(
             check_picture_path(out)
         one = published_model(model)
         check_name(workload)
-        for name, bits in (("weight", weight_bits), ("send", send_bits), ("return", return_bits)):
-            if not 1 <= bits <= 64:
-                raise ValueError(f"--{name}-bits is {bits:g}; it must be from 1 to 64")
         if not 1 <= tokens <= MAX_TOKENS:
             raise ValueError(f"--tokens is {tokens}; it must be from 1 to {MAX_TOKENS:,}")
         if not 0 <= drop < 1 or not 0 < memory_share <= 1 or layers < 0:
             raise ValueError("--drop is 0 to 1, --memory-share above 0 and at most 1, --layers at least 0")
         places = read_fabric(fabric)
-        size = LayerSize(
-            D=one.D, F=one.F, E=one.E, K=one.K, shared_F=one.shared_F, gated=one.activation in GATED,
-            weight_bytes=weight_bits / 8, send_bytes=send_bits / 8, return_bytes=return_bits / 8,
-        )  # fmt: skip
+        size = layer_size(model, weight_bits, send_bits, return_bits)
         question = Question(
             size=size, gpus=gpus, tokens=tokens, fabric=places, workload=workload,
             layers=layers or one.layers, spare=tuple(option_numbers("spare", spare, "0,1,2")),

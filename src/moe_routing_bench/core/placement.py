@@ -16,7 +16,8 @@ MAX_RANKS, MAX_EXPERTS = 65_536, 65_536  # of a file
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The experts of each rank. An expert may have copies on several ranks, which share its tokens.
+    """The experts of each rank. An expert may have copies, which share its tokens equally, also if two
+    of them are on one rank.
 
     Four experts on two nodes of two ranks, expert 0 on three of them:
       experts_W      = ((0, 1), (0, 2), (0, 3), (1,))
@@ -41,8 +42,8 @@ class Placement:
         if W % self.ranks_per_node:
             raise ValueError(f"{W} ranks cannot stand on nodes of {self.ranks_per_node} each")
         for rank, experts in enumerate(self.experts_W):
-            if list(experts) != sorted(set(experts)):
-                raise ValueError(f"rank {rank} must list different experts in ascending order: {experts}")
+            if list(experts) != sorted(experts):
+                raise ValueError(f"rank {rank} must list its experts in ascending order: {experts}")
             if experts and not (0 <= experts[0] and experts[-1] < self.num_experts):
                 raise ValueError(f"rank {rank} holds {experts}, but experts are 0 .. {self.num_experts - 1}")
         if missing := [e for e, ranks in enumerate(self.ranks_E) if not ranks]:
@@ -84,14 +85,14 @@ class Placement:
         return self.tables(load_E.device).load_SW(load_E.unsqueeze(0)).squeeze(0)
 
     def tables(self, device: torch.device | str = "cpu") -> PlacementTables:
-        """The placement as tensors, for choosing ranks without waiting for the device."""
-        rank_EC = torch.full((self.num_experts, self.most_copies), -1)
-        for expert, ranks in enumerate(self.ranks_E):
-            rank_EC[expert, : len(ranks)] = torch.tensor(ranks)
-        place_WE = torch.full((self.num_ranks, self.num_experts), -1)
+        """The placement as tensors, for choosing places without waiting for the device."""
+        slot_EC = torch.full((self.num_experts, self.most_copies), -1)
+        seen = [0] * self.num_experts
         for rank, experts in enumerate(self.experts_W):
-            place_WE[rank, list(experts)] = torch.arange(len(experts))
-        return PlacementTables(rank_EC=rank_EC.to(device), place_WE=place_WE.to(device))
+            for place, expert in enumerate(experts):
+                slot_EC[expert, seen[expert]] = rank * self.places + place
+                seen[expert] += 1
+        return PlacementTables(slot_EC=slot_EC.to(device), places=self.places, num_ranks=self.num_ranks)
 
     def moved(self, other: Placement) -> int:
         """How many copies of experts must be sent to change from this placement to the other."""
@@ -124,15 +125,12 @@ class Placement:
 
     @staticmethod
     def from_eplb(physical_to_logical: Sequence[int], *, ranks: int, ranks_per_node: int = 0) -> Placement:
-        """Reads one layer of DeepSeek EPLB's first map: the expert in each physical place, rank by rank.
-
-        EPLB may put two copies of an expert on one rank. The second one is useless and is left out.
-        """
+        """Reads one layer of DeepSeek EPLB's first map: the expert in each physical place, rank by rank."""
         places = [_whole(expert, "physical_to_logical") for expert in physical_to_logical]
         if ranks < 1 or not places or len(places) % ranks:
             raise ValueError(f"{len(places)} places cannot be cut into {ranks} ranks of equal size")
         each = len(places) // ranks
-        experts_W = tuple(tuple(sorted(set(places[w * each : (w + 1) * each]))) for w in range(ranks))
+        experts_W = tuple(tuple(sorted(places[w * each : (w + 1) * each])) for w in range(ranks))
         return Placement(experts_W=experts_W, num_experts=1 + max(places), ranks_per_node=ranks_per_node)
 
     def to_eplb(self) -> tuple[list[int], list[list[int]], list[int]]:
@@ -151,31 +149,31 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementTables:
-    """rank_EC: the ranks with a copy of each expert, then -1. place_WE: the place of an expert on a rank, -1
-    if it is not there."""
+    """slot_EC: the places of each expert's copies, rank * places + place, then -1."""
 
-    rank_EC: Tensor
-    place_WE: Tensor
+    slot_EC: Tensor
+    places: int
+    num_ranks: int
 
     def load_SW(self, load_SE: Tensor) -> Tensor:
         """The pairs that each rank computes in each step, if copies share an expert's pairs equally."""
-        there_EC = self.rank_EC >= 0
+        there_EC = self.slot_EC >= 0
         share_SE = load_SE.double() / there_EC.sum(1)
-        load_SW = share_SE.new_zeros(load_SE.shape[0], self.place_WE.shape[0])
-        for rank_E, there_E in zip(self.rank_EC.unbind(1), there_EC.unbind(1), strict=True):
-            load_SW = load_SW.index_add(1, rank_E.clamp(min=0), share_SE * there_E)
+        load_SW = share_SE.new_zeros(load_SE.shape[0], self.num_ranks)
+        for slot_E, there_E in zip(self.slot_EC.unbind(1), there_EC.unbind(1), strict=True):
+            load_SW = load_SW.index_add(1, slot_E.clamp(min=0) // self.places, share_SE * there_E)
         return load_SW
 
-    def rank_TK(self, expert_TK: Tensor, first_token: int = 0) -> Tensor:
-        """The rank that computes each pair; -1 if no expert was chosen. Copies take turns by the number of
+    def slot_TK(self, expert_TK: Tensor, first_token: int = 0) -> Tensor:
+        """The place that computes each pair; -1 if no expert was chosen. Copies take turns by the number of
         the token, so that each gets an equal share without any communication."""
-        E = self.rank_EC.shape[0]
+        E = self.slot_EC.shape[0]
         chosen_TK = (expert_TK >= 0) & (expert_TK < E)
-        rank_TKC = self.rank_EC[torch.where(chosen_TK, expert_TK, 0)]
-        copies_TK = (rank_TKC >= 0).sum(-1)
+        slot_TKC = self.slot_EC[torch.where(chosen_TK, expert_TK, 0)]
+        copies_TK = (slot_TKC >= 0).sum(-1)
         token_T1 = first_token + torch.arange(expert_TK.shape[0], device=expert_TK.device).unsqueeze(1)
-        rank_TK = rank_TKC.gather(-1, (token_T1 % copies_TK).unsqueeze(-1)).squeeze(-1)
-        return torch.where(chosen_TK, rank_TK, -1)
+        slot_TK = slot_TKC.gather(-1, (token_T1 % copies_TK).unsqueeze(-1)).squeeze(-1)
+        return torch.where(chosen_TK, slot_TK, -1)
 
 
 def _whole(value: Any, name: str) -> int:

@@ -225,15 +225,15 @@ class ParallelMoE(MoE):
             if parameter.requires_grad:
                 dist.all_reduce(parameter.grad, group=self.ranks.group)
         copied = [expert for expert, held in enumerate(self.ranks.placement.ranks_E) if len(held) > 1]
-        here = {expert: place for place, expert in enumerate(self.ranks.experts)}
+        row_of = {expert: row for row, expert in enumerate(copied)}
+        mine = [(row_of[e], place) for place, e in enumerate(self.ranks.experts) if e in row_of]
         for parameter in self.experts.parameters():
             if not copied or not parameter.requires_grad:
                 continue
             assert parameter.grad is not None
             total = parameter.new_zeros(len(copied), *parameter.shape[1:])
-            mine = [(row, here[expert]) for row, expert in enumerate(copied) if expert in here]
             for row, place in mine:
-                total[row] = parameter.grad[place]
+                total[row] += parameter.grad[place]
             dist.all_reduce(total, group=self.ranks.group)
             for row, place in mine:
                 parameter.grad[place] = total[row]

@@ -3,13 +3,13 @@
     contiguous(64, ranks=8)                     experts 0-7 on rank 0, 8-15 on rank 1, ...
     strided(64, ranks=8)                        expert e on rank e % 8
     greedy(load_E, ranks=8)                     the heaviest first, each to the least loaded rank with room
-    replicated(load_E, ranks=8, extra=16)       16 more copies of the heaviest, then greedy
+    eplb(load_E, ranks=8, extra=16)             16 more copies of the heaviest, then greedy, as DeepSeek does
+    replicated(load_E, ranks=8, extra=16)       the same or, if it is better, all copies on different ranks
     assigned(load_E, ranks=8)                   the smallest load of the busiest rank, by an integer program
 
 The load of a rank is the sum over its experts of pairs per copy. The greedy rule is LPT (Graham 1969) with
-equal numbers of places. Replication and its hierarchy are as in DeepSeek's EPLB
-(github.com/deepseek-ai/EPLB). The integer program is that of MoETuner (arXiv:2502.06643), for one layer at a
-time.
+equal numbers of places. `eplb` gives the placements of github.com/deepseek-ai/EPLB, which may put two copies
+of an expert on one rank. The integer program is that of MoETuner (arXiv:2502.06643), for one layer at a time.
 """
 
 from __future__ import annotations
@@ -47,18 +47,27 @@ def greedy(load_E: Load, *, ranks: int, ranks_per_node: int = 0) -> Placement:
 def replicated(
     load_E: Load, *, ranks: int, extra: int, ranks_per_node: int = 0, groups: int = 0
 ) -> Placement:
+    """The better of `eplb` and the same with all copies of an expert on different ranks."""
+    load = _loads(load_E)
+    ways = [_placed(load, ranks, extra, ranks_per_node, groups, apart=apart) for apart in (True, False)]
+    return min(ways, key=lambda placement: max(placement.rank_load(load)))
+
+
+def eplb(load_E: Load, *, ranks: int, extra: int, ranks_per_node: int = 0, groups: int = 0) -> Placement:
     """`extra` more copies, each of the expert with the most load per copy, then the greedy rule.
 
     groups: if a router chooses groups of experts first, whole groups are put on nodes, and copies stay on the
     node of their expert, so that a token goes to few nodes. The number of groups must be a multiple of the
     number of nodes.
     """
-    load = _loads(load_E)
+    return _placed(_loads(load_E), ranks, extra, ranks_per_node, groups, apart=False)
+
+
+def _placed(
+    load: list[float], ranks: int, extra: int, ranks_per_node: int, groups: int, *, apart: bool
+) -> Placement:
     experts, per_node = len(load), ranks_per_node or _some(ranks)
-    nodes = ranks // per_node
-    if not groups:
-        everywhere = _spread(load, list(range(experts)), ranks, extra)
-        return Placement(experts_W=everywhere, num_experts=experts, ranks_per_node=per_node)
+    nodes, groups = (ranks // per_node, groups) if groups else (1, 1)
     if groups % nodes or experts % groups or extra % nodes:
         raise ValueError(
             f"{groups} groups of {experts} experts and {extra} copies do not divide evenly into {nodes} nodes"
@@ -66,9 +75,9 @@ def replicated(
     size = experts // groups
     group_load = [sum(load[g * size : (g + 1) * size]) for g in range(groups)]
     experts_W: list[tuple[int, ...]] = []
-    for held in _pack(group_load, [1] * groups, nodes):
+    for held in _pack(group_load, range(groups), nodes):
         here = [e for g in held for e in range(g * size, (g + 1) * size)]
-        experts_W += _spread(load, here, per_node, extra // nodes)
+        experts_W += _spread(load, here, ranks // nodes, extra // nodes, apart)
     return Placement(experts_W=tuple(experts_W), num_experts=experts, ranks_per_node=per_node)
 
 
@@ -111,63 +120,46 @@ def assigned(load_E: Load, *, ranks: int, ranks_per_node: int = 0, seconds: floa
     return Placement(experts_W=experts_W, num_experts=E, ranks_per_node=ranks_per_node)
 
 
-def _spread(load: Sequence[float], experts: list[int], ranks: int, extra: int) -> tuple[tuple[int, ...], ...]:
+def _spread(
+    load: Sequence[float], experts: list[int], ranks: int, extra: int, apart: bool
+) -> list[tuple[int, ...]]:
     """Places these experts, and `extra` copies of the heaviest of them, on ranks."""
     if not 0 <= extra <= len(experts) * (ranks - 1):
         raise ValueError(
             f"{extra} more copies of {len(experts)} experts on {ranks} ranks: a rank holds one of each"
         )
-    copies = [1] * len(experts)
-    heaviest = [(-load[e], place) for place, e in enumerate(experts)]
+    copies = dict.fromkeys(experts, 1)
+    placed = list(experts)
+    heaviest = [(-load[e], place, e) for place, e in enumerate(experts)]
     heapq.heapify(heaviest)
     for _ in range(extra):
-        _, place = heapq.heappop(heaviest)
-        copies[place] += 1
-        if copies[place] < ranks:
-            heapq.heappush(heaviest, (-load[experts[place]] / copies[place], place))
-    held = _pack([load[e] / n for e, n in zip(experts, copies, strict=True)], copies, ranks)
-    return tuple(tuple(sorted(experts[place] for place in places)) for places in held)
+        _, place, e = heapq.heappop(heaviest)
+        copies[e] += 1
+        placed.append(e)
+        if copies[e] < ranks or not apart:
+            heapq.heappush(heaviest, (-load[e] / copies[e], place, e))
+    held = _pack([load[e] / copies[e] for e in placed], placed if apart else range(len(placed)), ranks)
+    return [tuple(sorted(placed[item] for item in items)) for items in held]
 
 
-def _pack(load: Sequence[float], copies: Sequence[int], bins: int) -> list[set[int]]:
-    """Packs items with copies into bins of equal size: the heaviest first, each copy into the least loaded
-    bin with room that does not have the item yet. Near the end there may be none; then another item is
-    moved."""
-    room = math.ceil(sum(copies) / bins)
-    held: list[set[int]] = [set() for _ in range(bins)]
-    total = [0.0] * bins
+def _pack(load: Sequence[float], kinds: Sequence[int], bins: int) -> list[list[int]]:
+    """Packs items into bins of equal size: the heaviest first, each into the least loaded bin with room, and
+    if possible not beside one of its kind. If every bin gets one item, they stay in order."""
+    room = math.ceil(len(load) / bins)
+    held: list[list[int]] = [[] for _ in range(bins)]
     free = [(0.0, b) for b in range(bins)]  # a heap of the bins with room
-    # an item with many copies has the fewest choices, so of equal items it comes first
-    for item in sorted(range(len(load)), key=lambda i: (-load[i], -copies[i], i)):
-        taken = []
-        for _ in range(copies[item]):
-            if free:
-                chosen = heapq.heappop(free)[1]
-            else:
-                chosen = _make_room(held, total, load, item, room)
-                taken = [b for b in range(bins) if item in held[b]]  # their loads may have changed
-            held[chosen].add(item)
-            total[chosen] += load[item]
-            taken.append(chosen)
-        for b in taken:
-            if len(held[b]) < room:
-                heapq.heappush(free, (total[b], b))
+    order = range(len(load)) if len(load) == bins else sorted(range(len(load)), key=lambda item: -load[item])
+    for item in order:
+        aside = []
+        while len(free) > 1 and any(kinds[other] == kinds[item] for other in held[free[0][1]]):
+            aside.append(heapq.heappop(free))
+        total, chosen = heapq.heappop(free)
+        held[chosen].append(item)
+        if len(held[chosen]) < room:
+            heapq.heappush(free, (total + load[item], chosen))
+        for entry in aside:
+            heapq.heappush(free, entry)
     return held
-
-
-def _make_room(held: list[set[int]], total: list[float], load: Sequence[float], item: int, room: int) -> int:
-    """Moves another item from a full bin, which does not have this item, to a bin with room, which has it."""
-    spare = next(b for b in range(len(held)) if len(held[b]) < room)
-    for full in sorted(range(len(held)), key=lambda b: total[b]):
-        movable = held[full] - held[spare] if item not in held[full] else set()
-        if movable:
-            other = min(movable, key=lambda i: (load[i], i))
-            held[full].remove(other)
-            held[spare].add(other)
-            total[full] -= load[other]
-            total[spare] += load[other]
-            return full
-    raise AssertionError("copies of an item are fewer than bins, so one bin lacks it")
 
 
 def _loads(load_E: Load) -> list[float]:

@@ -8,7 +8,6 @@ from datetime import timedelta
 from functools import cached_property
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_routing_bench.core.placement import Placement, PlacementTables
@@ -136,12 +135,10 @@ class Ranks:
             raise ValueError(
                 f"a routing over {routing.num_experts} experts, placed are {self.placement.num_experts}"
             )
-        expert_TK, device = routing.expert_TK, str(routing.expert_TK.device)
+        device = str(routing.expert_TK.device)
         if (tables := self._tables.get(device)) is None:
             tables = self._tables[device] = self.placement.tables(device)
-        rank_TK = tables.rank_TK(expert_TK, first_token=self.rank if rank is None else rank)
-        place_TK = tables.place_WE[rank_TK.clamp(min=0), expert_TK.clamp(0, routing.num_experts - 1)]
-        slot_TK: Tensor = (rank_TK * self.places + place_TK).where(rank_TK >= 0, -1)
+        slot_TK = tables.slot_TK(routing.expert_TK, first_token=self.rank if rank is None else rank)
         return Routing(
             expert_TK=slot_TK, gate_TK=routing.gate_TK, num_experts=self.slots, ragged=routing.ragged
         )

@@ -95,14 +95,8 @@ TRANSPORTS = ("all_to_all", "hierarchical", "all_gather")
 def count_flow(choices: Callable[[int], Rows], placement: Placement) -> Flow:
     """choices(w): expert_TK of rank w, -1 for no expert. O(pairs + W * slots)."""
     W, L, P = placement.num_ranks, placement.ranks_per_node, placement.places
-    tables = placement.tables()
-    # int32 is enough and several times faster
-    rank_EC, place_WE = (table.numpy().astype(np.int32) for table in (tables.rank_EC, tables.place_WE))
-    copies_E = (rank_EC >= 0).sum(1, dtype=np.int32)
-    # slot_EC[e, c]: the slot of the c-th copy of expert e
-    slot_EC = np.where(
-        rank_EC >= 0, rank_EC * P + place_WE[rank_EC, np.arange(placement.num_experts)[:, None]], -1
-    )
+    slot_EC = placement.tables().slot_EC.numpy().astype(np.int32)  # enough, and several times faster
+    copies_E = (slot_EC >= 0).sum(1, dtype=np.int32)
     pairs_WS = np.zeros((W, W * P), dtype=np.int64)
     to_WW = np.zeros((W, W), dtype=np.int64)
     nodes_WN = np.zeros((W, W // L), dtype=np.int64)
@@ -112,7 +106,7 @@ def count_flow(choices: Callable[[int], Rows], placement: Placement) -> Flow:
         T = len(expert_TK)
         chosen_TK = (expert_TK >= 0) & (expert_TK < placement.num_experts)
         expert_TK = np.where(chosen_TK, expert_TK, 0)
-        turn_TK: Rows | int = 0  # copies take turns by the number of the token, as in PlacementTables.rank_TK
+        turn_TK: Rows | int = 0  # copies take turns by the number of the token, as in PlacementTables.slot_TK
         if slot_EC.shape[1] > 1:
             turn_TK = (rank + np.arange(T, dtype=np.int32))[:, None] % copies_E[expert_TK]
         slot_TK = np.where(chosen_TK, slot_EC[expert_TK, turn_TK], -1)

@@ -3,7 +3,8 @@
 A trace is divided into windows of equal length. Each way of placing uses the load of one window, and is then
 tried on the next window, step by step. A step is the tokens that all ranks route together, and all ranks wait
 for the busiest. So `next` is what a server would get that places experts by its last counts. `same` is the
-result on the window itself, which no server can get.
+result on the window itself, which no server can get. Between windows experts move over the links of a fabric,
+from the nearest rank that has them.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from functools import partial
 from itertools import pairwise
 from statistics import fmean, stdev
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moe_routing_bench.core.placement import Placement
 from moe_routing_bench.parallel.placing import assigned, contiguous, replicated, strided
+from moe_routing_bench.planner.fabric import Fabric, Rows, exchange, ports
+from moe_routing_bench.planner.step import LayerSize, expert_seconds
 from moe_routing_bench.workloads.trace import Trace
 
 PAYS = 0.02  # the share of the experts' time; saving less is not worth moving weights
@@ -34,9 +38,11 @@ class Tried:
 
     Tried(way="greedy", replicas=0, same=1.12, next=1.31, saved=0.2, between=(0.15, 0.25), moved=9.5,
     places=16): in the next window the busiest rank has 1.31 times the mean load, 20 % less than with
-    contiguous placement; 9.5 experts of a layer move between windows, and a rank holds 16.
+    contiguous placement; 9.5 experts of a layer move at each change, and a rank holds 16.
 
     between: a 99 % interval of `saved` over layers and windows (Student's t).
+    step_seconds, move_seconds: of a layer, its experts in a step of the next window, and a change; None
+    without a layer's size.
     """
 
     way: str
@@ -47,6 +53,8 @@ class Tried:
     between: tuple[float, float]
     moved: float
     places: int
+    step_seconds: float | None = None
+    move_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +78,25 @@ class PlacementStudy:
 
     @property
     def pays(self) -> bool:
-        """True if the best way saves enough, and more than could be chance."""
-        return self.best.saved > PAYS and self.best.between[0] > 0
+        """True if the best way saves enough, more than could be chance, and more than moving costs."""
+        return (
+            self.best.saved > PAYS and self.best.between[0] > 0 and self.pays_after(self.best) <= self.steps
+        )
+
+    def pays_after(self, way: Tried) -> float:
+        """How many steps save as much time as moving takes; infinite if none, 0 without a layer's size."""
+        if way.step_seconds is None or way.move_seconds is None or self.tried[0].step_seconds is None:
+            return 0
+        saved = self.tried[0].step_seconds - way.step_seconds
+        return math.ceil(way.move_seconds / saved) if saved > 0 else math.inf
 
 
 def study_placements(
     trace: Trace, *, ranks: int, replicas: Sequence[int] = (0,), windows: int = 4, step_tokens: int = 1024,
-    ranks_per_node: int = 0,
+    ranks_per_node: int = 0, size: LayerSize | None = None, fabric: Fabric | None = None,
 ) -> PlacementStudy:  # fmt: skip
-    """O(tokens * K) for the loads; then each way is tried on every layer and window except the last."""
+    """O(tokens * K) for the loads; then each way is tried on every layer and window except the last. With a
+    layer's size and a fabric also the time of experts and of moving them."""
     E = trace.routing.num_experts
     load_LSE = torch.stack([_loads(part, step_tokens) for part in _layers(trace)])
     L, S, _ = load_LSE.shape
@@ -91,7 +109,10 @@ def study_placements(
     window_LNSE = load_LSE[:, : windows * steps].reshape(L, windows, steps, E)
     ways, left_out = _ways(E, ranks, replicas, ranks_per_node)
     usual = _next_windows(ways["contiguous", 0], window_LNSE)
-    tried = [_try(way, extra, place, window_LNSE, usual) for (way, extra), place in ways.items()]
+    costs = None
+    if size is not None and fabric is not None:
+        costs = size, fabric.model_copy(update={"ranks_per_node": ranks_per_node or ranks})
+    tried = [_try(way, extra, place, window_LNSE, usual, costs) for (way, extra), place in ways.items()]
     chance = _by_chance(contiguous(E, ranks=ranks), int(load_LSE.sum(-1).double().mean()))
     return PlacementStudy(
         ranks=ranks, experts=E, layers=L, windows=windows, steps=steps, step_tokens=step_tokens,
@@ -118,22 +139,50 @@ def _ways(
     return ways, left_out
 
 
-def _try(way: str, extra: int, place: Way, window_LNSE: Tensor, usual: Sequence[float]) -> Tried:
+def _try(
+    way: str, extra: int, place: Way, window_LNSE: Tensor, usual: Sequence[float],
+    costs: tuple[LayerSize, Fabric] | None,
+) -> Tried:  # fmt: skip
     same, following, moved, places = [], [], [], 0
+    step_seconds, move_seconds = [], []
     for window_NSE in window_LNSE:
         before: Placement | None = None
         for now, then in pairwise(window_NSE):
             placement = place(now.sum(0).tolist())
+            before = before or contiguous(
+                placement.num_experts, ranks=placement.num_ranks, ranks_per_node=placement.ranks_per_node
+            )
             same.append(busiest(placement, now))
             following.append(busiest(placement, then))
-            if before is not None:
-                moved.append(before.moved(placement))
+            moved.append(before.moved(placement))
+            if costs is not None:
+                size, fabric = costs
+                rows_S = placement.tables().load_SW(then).amax(1).numpy()
+                step_seconds += expert_seconds(size, fabric.device, rows_S, placement.places).tolist()
+                sums = ports(moves(before, placement), fabric)
+                move_seconds.append(exchange(sums, size.expert_bytes, fabric).seconds)
             before, places = placement, placement.places
     saved = [1 - mine / theirs for mine, theirs in zip(following, usual, strict=True)]
     return Tried(
         way=way, replicas=extra, same=fmean(same), next=fmean(following), saved=fmean(saved),
-        between=_interval(saved), moved=fmean(moved) if moved else 0.0, places=places,
+        between=_interval(saved), moved=fmean(moved), places=places,
+        step_seconds=fmean(step_seconds) if costs else None,
+        move_seconds=fmean(move_seconds) if costs else None,
     )  # fmt: skip
+
+
+def moves(before: Placement, after: Placement) -> Rows:
+    """The experts that each rank (first index) sends to each rank for a change of placement. The sender is a
+    rank of the same node if one has the expert, and of these the one that sends least so far."""
+    rows_WW = np.zeros((before.num_ranks, before.num_ranks), dtype=np.int64)
+    for rank, (here, there) in enumerate(zip(before.experts_W, after.experts_W, strict=True)):
+        for expert in sorted(set(there) - set(here)):
+            node, sent_W = rank // before.ranks_per_node, rows_WW.sum(1)
+            source = min(
+                before.ranks_E[expert], key=lambda w: (w // before.ranks_per_node != node, sent_W[w], w)
+            )
+            rows_WW[source, rank] += 1
+    return rows_WW
 
 
 def _next_windows(place: Way, window_LNSE: Tensor) -> list[float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_routing_bench.planner.fabric import Device, Exchange, Fabric, Ports, Rows, exchange, ports
 from moe_routing_bench.planner.flow import Flow
@@ -87,13 +88,7 @@ def step_time(
         plan += 0.0 if capacity is not None else device.host_wait_us * 1e-6
     pack = _work(device, bytes_W=(T_W + leave_W) * size.D * size.send_bytes, launches=1)
     unpack = _work(device, bytes_W=(T_W + leave_W) * size.D * size.return_bytes, launches=1)
-    compute = _work(
-        device,
-        flops_W=2 * (size.expert_numbers * slot_rows.sum(1) + size.shared_numbers * T_W),
-        bytes_W=size.weight_bytes * (size.expert_numbers * (slot_rows > 0).sum(1) + size.shared_numbers)
-        + 4 * size.D * slot_rows.sum(1),
-        launches=3,
-    )
+    compute = float(expert_seconds(size, device, slot_rows.sum(1), (slot_rows > 0).sum(1), T_W).max())
     send = pack + sum(hop.seconds for hop in there) + _beside(transport, ways, size, fabric)
     parts = (route, plan, send, compute, unpack + sum(hop.seconds for hop in back))
     seconds = dict(zip(PARTS, parts, strict=True))
@@ -110,13 +105,32 @@ def step_time(
     )
 
 
+def expert_seconds(
+    size: LayerSize, device: Device, rows_W: Rows, experts_W: Rows | int, tokens_W: Rows | int = 0
+) -> NDArray[np.floating]:
+    """The time of each rank's experts: rows_W pairs on experts_W of them, and tokens of the shared expert."""
+    return _seconds_W(
+        device,
+        flops_W=2 * (size.expert_numbers * rows_W + size.shared_numbers * tokens_W),
+        bytes_W=size.weight_bytes * (size.expert_numbers * experts_W + size.shared_numbers)
+        + 4 * size.D * rows_W,
+        launches=3,
+    )
+
+
 def _work(device: Device, *, flops_W: Rows | int = 0, bytes_W: Rows | float = 0, launches: int) -> float:
     """The slowest rank's time."""
-    by_rank = np.maximum(
+    return float(_seconds_W(device, flops_W=flops_W, bytes_W=bytes_W, launches=launches).max())
+
+
+def _seconds_W(
+    device: Device, *, flops_W: Rows | int, bytes_W: Rows | float, launches: int
+) -> NDArray[np.floating]:
+    by_rank: NDArray[np.floating] = np.maximum(
         np.asarray(flops_W) / (device.tflops * 1e12),
         np.asarray(bytes_W) / (device.memory_gb_per_second * 1e9),
     )
-    return float(by_rank.max()) + launches * device.launch_us * 1e-6
+    return by_rank + launches * device.launch_us * 1e-6
 
 
 def _beside(transport: str, ways: list[Ports], size: LayerSize, fabric: Fabric) -> float:
