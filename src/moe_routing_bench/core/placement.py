@@ -85,12 +85,11 @@ class Placement:
 
     def tables(self, device: torch.device | str = "cpu") -> PlacementTables:
         """The placement as tensors, for choosing ranks without waiting for the device."""
-        rank_EC = torch.full((self.num_experts, self.most_copies), -1)
-        for expert, ranks in enumerate(self.ranks_E):
-            rank_EC[expert, : len(ranks)] = torch.tensor(ranks)
-        place_WE = torch.full((self.num_ranks, self.num_experts), -1)
-        for rank, experts in enumerate(self.experts_W):
-            place_WE[rank, list(experts)] = torch.arange(len(experts))
+        C, W = self.most_copies, self.num_ranks
+        rank_EC = torch.tensor([[*ranks, *[-1] * (C - len(ranks))] for ranks in self.ranks_E])
+        held = [(w, e, p) for w in range(W) for p, e in enumerate(self.experts_W[w])]
+        rank_N, expert_N, place_N = torch.tensor(held).unbind(1)
+        place_WE = torch.full((W, self.num_experts), -1).index_put((rank_N, expert_N), place_N)
         return PlacementTables(rank_EC=rank_EC.to(device), place_WE=place_WE.to(device))
 
     def moved(self, other: Placement) -> int:
