@@ -86,12 +86,12 @@ class Placement:
 
     def tables(self, device: torch.device | str = "cpu") -> PlacementTables:
         """The placement as tensors, for choosing places without waiting for the device."""
-        slot_EC = torch.full((self.num_experts, self.most_copies), -1)
-        seen = [0] * self.num_experts
+        slots_E: list[list[int]] = [[] for _ in range(self.num_experts)]
         for rank, experts in enumerate(self.experts_W):
             for place, expert in enumerate(experts):
-                slot_EC[expert, seen[expert]] = rank * self.places + place
-                seen[expert] += 1
+                slots_E[expert].append(rank * self.places + place)
+        C = self.most_copies
+        slot_EC = torch.tensor([[*slots, *[-1] * (C - len(slots))] for slots in slots_E])
         return PlacementTables(slot_EC=slot_EC.to(device), places=self.places, num_ranks=self.num_ranks)
 
     def moved(self, other: Placement) -> int:

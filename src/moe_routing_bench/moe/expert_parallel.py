@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import zip_longest
 from typing import Any
 
@@ -22,8 +23,9 @@ from moe_routing_bench.ops.ep_dispatch.op import op as ep_dispatch_op
 from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.parallel.faults import differing, watched
 from moe_routing_bench.parallel.ranks import Ranks
-from moe_routing_bench.parallel.traffic import Traffic, settle, tie
+from moe_routing_bench.parallel.traffic import Traffic, on_host, settle, tie
 
+Event = torch.cuda.Event
 EXPERTS = "experts."  # the prefix of sharded weights in a state_dict
 
 
@@ -35,6 +37,23 @@ class Part:
     routing: Routing
     sent: RoutingPlan = field(init=False)
     traffic: Traffic = field(init=False)
+
+
+Step = Callable[[Part, Tensor], Tensor]
+
+
+@cache
+def _stream_of_exchanges(device: torch.device) -> torch.cuda.Stream:
+    """One for all layers, because the allocator keeps memory for each stream."""
+    return torch.cuda.Stream(device)
+
+
+def _hand_over(stream: torch.cuda.Stream | None, ready: Event | None, *tensors: Tensor) -> None:
+    """Makes a stream wait for tensors of another one, which may be freed only after it has used them."""
+    if stream is not None:
+        stream.wait_event(ready)
+        for tensor in tensors:
+            tensor.record_stream(stream)
 
 
 class ParallelMoE(MoE):
@@ -85,13 +104,14 @@ class ParallelMoE(MoE):
     def _begin_alike(self) -> None:
         """Copies common weights from rank 0. An expert's first weights depend on its number."""
         self._fit_together()
-        seed = torch.randint(2**62, (1,))
+        seed = torch.randint(2**62, (1,), device=self.like.device)
         for replicas, group in ((False, self.ranks.group), (True, self.ranks.replicas)):
             with watched(self.ranks, "sending the first weights", replicas=replicas):
                 for tensor in (seed, *self._common().values()) if group is not None else ():
                     dist.broadcast(tensor, group=group, group_src=0)
         if self.ranks.groups:
-            self.experts.reset_parameters([int(seed) + expert for expert in self.ranks.experts])
+            first = on_host(seed)[0]
+            self.experts.reset_parameters([first + expert for expert in self.ranks.experts])
 
     def _fit_together(self) -> None:
         """Raises RankError on every rank if their layers differ, because rows would go to wrong places."""
@@ -105,11 +125,12 @@ class ParallelMoE(MoE):
             "the way rows are sent": f"{self.send_layout} {self.chunks} {self.check_finite} "
             f"{self.ep_dispatch.label} {self.ep_combine.label}",
         }
-        mine = torch.tensor([zlib.crc32(text.encode()) for text in alike.values()])
+        sums = [zlib.crc32(text.encode()) for text in alike.values()]
+        mine = torch.tensor(sums, device=self.like.device)
         all_W = [torch.empty_like(mine) for _ in range(self.ranks.num_ranks)]
         with watched(self.ranks, "comparing layers"):
             dist.all_gather(all_W, mine, group=self.ranks.group)
-        for (what, text), value_W in zip(alike.items(), torch.stack(all_W).T.tolist(), strict=True):
+        for (what, text), value_W in zip(alike.items(), on_host(torch.stack(all_W).T), strict=True):
             advice = f"here, on rank {self.ranks.rank}, it is {text[:200]} (numbers are checksums)"
             if (error := differing(what, value_W, advice)) is not None:
                 raise error
@@ -148,27 +169,36 @@ class ParallelMoE(MoE):
 
     def _overlapped(self, parts: list[Part]) -> Tensor:
         """One other thread makes all exchanges, in the same order on every rank:  there 0, there 1, back 0,
-        there 2, back 1, ...  `tie` makes the backward pass use the reverse order."""
-        if parts[0].x_TD.is_cuda:
-            raise NotImplementedError("chunks are not implemented on a GPU, where exchanges need a stream")
-        grad, last = torch.is_grad_enabled(), None
+        there 2, back 1, ...  `tie` makes the backward pass use the reverse order. On a GPU the thread has a
+        stream of its own."""
+        device, grad, last = parts[0].x_TD.device, torch.is_grad_enabled(), None
+        side = _stream_of_exchanges(device) if device.type == "cuda" else None
+        main = None if side is None else torch.cuda.current_stream(device)
 
-        def in_turn(step: Callable[..., Tensor], part: Part, rows: Tensor) -> Tensor:
+        def in_turn(step: Step, part: Part, rows: Tensor, ready: Event | None) -> tuple[Tensor, Event | None]:
             nonlocal last
-            with torch.set_grad_enabled(grad):
+            with torch.set_grad_enabled(grad), torch.cuda.stream(side):
+                _hand_over(side, ready, rows, part.routing.expert_TK, part.routing.gate_TK)
                 last = step(part, rows if last is None else tie(rows, last))
-            return last
+                return last, None if side is None else side.record_event()
 
         with ThreadPoolExecutor(1) as exchanges:
-            there = exchanges.submit(in_turn, self._there, parts[0], parts[0].x_TD)
-            back = []
+
+            def begin(step: Step, part: Part, rows: Tensor) -> Future[tuple[Tensor, Event | None]]:
+                ready = None if main is None else main.record_event()
+                return exchanges.submit(in_turn, step, part, rows, ready)
+
+            there, back = begin(self._there, parts[0], parts[0].x_TD), []
             for part, after in zip_longest(parts, parts[1:]):
-                x_QD = there.result()
+                x_QD, arrived = there.result()
+                _hand_over(main, arrived, x_QD, part.traffic.place_Q, part.sent.dropped_E)
                 if after is not None:
-                    there = exchanges.submit(in_turn, self._there, after, after.x_TD)
-                y_QD = self.experts_computed(part, x_QD)
-                back.append(exchanges.submit(in_turn, self.given_back, part, y_QD))
-            return torch.cat([y.result() for y in back])
+                    there = begin(self._there, after, after.x_TD)
+                back.append(begin(self.given_back, part, self.experts_computed(part, x_QD)))
+            y = [one.result() for one in back]
+            for y_TD, returned in y:
+                _hand_over(main, returned, y_TD)
+            return torch.cat([y_TD for y_TD, _ in y])
 
     def _there(self, part: Part, x_TD: Tensor) -> Tensor:
         self.settle(part, x_TD)

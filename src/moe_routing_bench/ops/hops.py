@@ -16,7 +16,7 @@ from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.parallel.faults import watched
 from moe_routing_bench.parallel.ranks import Ranks
-from moe_routing_bench.parallel.traffic import Traffic, Way, gather, swap, tie
+from moe_routing_bench.parallel.traffic import Traffic, Way, gather, on_host, swap, tie
 
 INDEX = torch.int32  # the dtype of numbers that are sent with rows
 # configurations for tuners: the implementation of dispatch or combine on each rank
@@ -168,7 +168,7 @@ def _hop(owner_TM: Tensor, traffic: Traffic, group: dist.ProcessGroup | None, ca
             here_M = torch.empty_like(plan.count_E)
             with watched(traffic.ranks, "counting the rows of a hop", traffic.split_WW):
                 dist.all_to_all_single(here_M, plan.count_E.contiguous(), group=group)
-        send, receive = torch.stack([plan.count_E, here_M]).tolist()
+        send, receive = on_host(torch.stack([plan.count_E, here_M]))
     way = replace(traffic.way, send=tuple(send), receive=tuple(receive), group=group)
     return Hop(plan=plan, way=way)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_routing_bench.core.host_allocator import recycled
 from moe_routing_bench.core.plan import RoutingPlan
-from moe_routing_bench.parallel.faults import differing, split_sentence, watched
+from moe_routing_bench.parallel.faults import ROWS_SHOWN, differing, split_sentence, watched
 from moe_routing_bench.parallel.ranks import RankError, Ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +27,8 @@ class Traffic:
       received = (2, 1)             rows from each rank: a, b and c
       place_Q  = [0, 1, 1]          which of this rank's experts each row is for; -1: a row without a pair
       tokens   = (2, 1)             tokens of each rank
-      split_WW = [[2, 2], [1, 1]]   rows from each rank to each rank; None if unknown (padded on a GPU)
+      split_WW = [[2, 2], [1, 1]]   rows from each rank to the first ROWS_SHOWN ranks, for error messages;
+                                    None if unknown (padded on a GPU)
 
     Rows arrive by source rank, then by place, then in the order of the source's pairs.
     """
@@ -74,6 +75,12 @@ class Way:
         return replace(self, send=self.receive, receive=self.send)
 
 
+def on_host(numbers: Tensor) -> list[Any]:
+    """Whole numbers of a device. The host waits for them here and nowhere else."""
+    found: list[Any] = numbers.tolist()
+    return found
+
+
 def settle(
     plan: RoutingPlan, ranks: Ranks, x_TD: Tensor | None = None, *, check_finite: bool = False
 ) -> Traffic:
@@ -81,9 +88,10 @@ def settle(
 
     Compact: the numbers are exact, and the host waits for them. Padded: every slot has the same capacity from
     every source, so the host does not wait, and pairs above it are dropped (plan.dropped_E). It costs one
-    exchange of P + W + 5 numbers between any two ranks. It raises RankError if ranks do not fit together;
-    this is not checked for padded on a GPU, where the host would have to wait. x_TD is what will be sent, to
-    compare its dtype. check_finite: raise RankError on every rank if one has a token that is not finite.
+    exchange of P + 5 numbers, and at most ROWS_SHOWN for error messages, between any two ranks. It raises
+    RankError if ranks do not fit together; this is not checked for padded on a GPU, where the host would have
+    to wait. x_TD is what will be sent, to compare its dtype. check_finite: raise RankError on every rank if
+    one has a token that is not finite.
     """
     if plan.layout.kind == "block":
         raise ValueError(
@@ -96,14 +104,16 @@ def settle(
     if check_finite and x_TD is not None:
         bad = (~x_TD.isfinite()).any(1).sum().view(1)
     if group is None:
-        _refuse_bad(bad.tolist(), None)
+        _refuse_bad(on_host(bad) if check_finite else [], None)
         return Traffic.alone(plan)
     count_WP = plan.count_E.view(W, P)
     padded = plan.layout.kind == "padded"
     C = plan.num_rows // ranks.slots if padded else 0
     sent_W = torch.full_like(count_WP[:, 0], P * C) if padded else count_WP.sum(1)
     dtype = -1 if x_TD is None else DTYPES.index(x_TD.dtype)
-    facts = torch.cat([sent_W, sent_W.new_tensor([T, plan.num_choices, dtype, C]), bad])
+    # filled on the device: a copy of numbers from the host would wait
+    numbers = [sent_W.new_full((1,), number) for number in (T, plan.num_choices, dtype, C)]
+    facts = torch.cat([sent_W[:ROWS_SHOWN], *numbers, bad])
     given_WN = torch.cat([count_WP, facts.expand(W, -1)], 1)
     taken_WN = torch.empty_like(given_WN)
     with watched(ranks, "counting the rows"):
@@ -111,17 +121,17 @@ def settle(
     here_WP = taken_WN[:, :P]
     place_WP = torch.arange(P, device=here_WP.device).expand(W, P)
     tokens, split_WW = (T,) * W, None
+    sent = received = (P * C,) * W
     if not padded or taken_WN.device.type == "cpu" or check_finite:
-        known_WN = taken_WN[:, P:].cpu()
-        split_WW, tokens = known_WN[:, :W], tuple(known_WN[:, W].tolist())
-        _compare(known_WN[:, W + 1 :].T.tolist(), split_WW)
+        known_NW = on_host(torch.cat([sent_W.unsqueeze(1), here_WP.sum(1, True), taken_WN[:, P:]], 1).T)
+        split_WW, tokens = torch.tensor(known_NW[2:-5]).T, tuple(known_NW[-5])
+        _compare(known_NW[-4:], split_WW)
+        if not padded:
+            sent, received = map(tuple, known_NW[:2])
     if padded:
         filled_WPC = torch.arange(C, device=here_WP.device) < here_WP.unsqueeze(2)
         place_Q = torch.where(filled_WPC, place_WP.unsqueeze(2), -1).flatten()
-        sent = received = (P * C,) * W
     else:
-        assert split_WW is not None
-        sent, received = (tuple(part.tolist()) for part in (split_WW[ranks.rank], split_WW[:, ranks.rank]))
         place_Q = place_WP.reshape(-1).repeat_interleave(here_WP.flatten(), output_size=sum(received))
     return Traffic(
         sent=sent, received=received, place_Q=place_Q, ranks=ranks, tokens=tokens, split_WW=split_WW
