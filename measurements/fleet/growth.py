@@ -34,7 +34,7 @@ import duckdb
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.fleet.claims import plan_fleet, run_fleet
 from moe_routing_bench.fleet.mirror import mirror, mirror_rows
-from moe_routing_bench.fleet.objects import Objects
+from moe_routing_bench.results.objects import Objects
 from moe_routing_bench.fleet.packs import compact_store
 from moe_routing_bench.fleet.parts import Header
 from moe_routing_bench.fleet.store import RemoteStore

@@ -3,7 +3,7 @@
 A lease is an object leases/<cell key>-<attempt>/<n>.json that is written only if it does not exist. It is
 valid for the seconds it states. Clocks of two machines are never compared: a machine that wants the cell sees
 the lease, waits that long by its own clock, and if there is still no result it writes lease n + 1. The first
-machine may only have been slow and may still finish. Leases save work; only the commit decides which result
+machine may only have been slow and may still finish. Leases save work; only the segment decides which result
 counts.
 """
 
@@ -15,7 +15,7 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from moe_routing_bench.fleet.objects import Objects
+from moe_routing_bench.results.objects import Objects
 from moe_routing_bench.results.record import Name, RecordPart
 from moe_routing_bench.workloads.experiment import Experiment
 

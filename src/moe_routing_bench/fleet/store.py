@@ -1,24 +1,26 @@
 """A results store on a URL that many machines can write at the same time, without a server of this project.
 
     environments/<sha256>.json            description of a machine
-    parts/..., commits/...                see parts.py
-    packs/<sha256>-<bytes>                many parts in one object, made by compaction
+    segments/...                          results of a cell, see segments.py
+    tables/..., manifests/..., refused/   folded results, see folding.py
     leases/<cell key>-<attempt>/<n>.json  see leases.py
 
-Objects are never changed. A writer puts a part under a unique name, then a commit that names it. If it dies
-in between, the part is never read. mirror.py reads stores.
+Objects are never changed. A writer puts one segment for each cell and nothing else, so writers do not wait
+for one another. mirror.py reads stores.
 """
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from moe_routing_bench.fleet.objects import Objects
-from moe_routing_bench.fleet.parts import COMMIT, Commit, Header, commit_name, parse_commit, sealed
+from moe_routing_bench.bench.status import Status
+from moe_routing_bench.fleet.folding import newest, scanning, tail_of
+from moe_routing_bench.fleet.old_layout import refuse_old
+from moe_routing_bench.fleet.segments import SEGMENT, fetched, sealed, segment_name, validated
 from moe_routing_bench.results.folder import ENVIRONMENTS
+from moe_routing_bench.results.objects import Objects
+from moe_routing_bench.results.parquet import quoted
 from moe_routing_bench.results.record import canonical_json, content_hash
 
 
@@ -30,21 +32,45 @@ class RemoteStore:
     def __init__(self, place: Path | str, *, make: bool = False):
         self.objects = Objects(place, make=make)
         self._environments: set[str] = set()
+        self._read: set[str] = set()  # tables whose cells are in _folded
+        self._folded: dict[str, int] = {}
 
     def attempts(self) -> dict[str, int]:
-        """Returns how often each cell was measured, from names only: one request for a thousand cells."""
-        known: dict[str, int] = {}
-        for listed in self.objects.list("commits/"):
-            if name := COMMIT.fullmatch(listed.name):
-                known[name[1]] = max(known.get(name[1], 0), int(name[2]))
+        """Returns how often each cell was measured: from names of segments, and one column of tables that
+        this object has not read yet."""
+        tail = tail_of(self.objects)
+        manifest = newest(self.objects)
+        if not tail and not manifest.number:
+            refuse_old(self.objects)
+        if new := [one for one in manifest.tables if one.name not in self._read]:
+            with scanning(self.objects, new) as (connection, scan):
+                rows = connection.execute(
+                    f"SELECT cell_key, max(attempt) FROM {scan} GROUP BY ALL"
+                ).fetchall()
+            _raise(self._folded, rows)
+            self._read |= {one.name for one in new}
+        known = dict(self._folded)
+        _raise(known, [(name[2], int(name[3])) for one in tail if (name := SEGMENT.fullmatch(one.name))])
         return known
 
-    def commit_of(self, cell_key: str, attempt: int) -> Commit | None:
-        name = commit_name(cell_key, attempt)
-        try:
-            return parse_commit(self.objects.get(name), name)
-        except FileNotFoundError:
-            return None
+    def failed(self, fine: frozenset[Status]) -> set[tuple[str, int]]:
+        """Returns (cell, attempt) of results with another status than these."""
+        tail = tail_of(self.objects)
+        manifest, found = newest(self.objects), set[tuple[str, int]]()
+        if manifest.tables:
+            with scanning(self.objects, manifest.tables) as (connection, scan):
+                statuses = ", ".join(quoted(one) for one in fine)
+                select = f"SELECT DISTINCT cell_key, attempt FROM {scan} WHERE status NOT IN ({statuses})"
+                found |= set(connection.execute(select).fetchall())
+        names = [one.name for one in tail if one.name not in manifest.replaced]
+        for entry, record in validated(fetched(self.objects, names, nobody := lambda *_: None), nobody):
+            if record.correctness.status not in fine:
+                found.add((entry.cell_key, entry.attempt))
+        return found
+
+    def has(self, cell_key: str, attempt: int) -> bool:
+        """Returns whether there is a segment. It stays for an hour after it was folded."""
+        return self.objects.exists(segment_name(cell_key, attempt))
 
     def put_environment(self, document: Mapping[str, object]) -> str:
         name = content_hash(document)
@@ -53,22 +79,20 @@ class RemoteStore:
             self._environments.add(name)
         return name
 
-    def publish(self, header: Header, records: bytes, samples: bytes, *, attempt: int, failed: bool) -> bool:
+    def publish(
+        self, cell_key: str, attempt: int, records: bytes, samples: bytes, samples_at: int = 0
+    ) -> bool:
         """Publishes the results of a cell. Returns False, and changes nothing, if another machine was first.
+        A request may have succeeded although its answer was lost: our own bytes are ours."""
+        data, name = sealed(records, samples, samples_at), segment_name(cell_key, attempt)
+        if self.objects.put_new(name, data):
+            return True
+        try:
+            return self.objects.get(name) == data
+        except FileNotFoundError:  # it was folded meanwhile
+            return False
 
-        A request may have succeeded although its answer was lost. Only this call knows the name of the part,
-        so a commit with that name is its own.
-        """
-        data = sealed(header, records, samples)
-        part = f"parts/{header.session}-{header.number:06d}-{secrets.token_hex(4)}"
-        digest = hashlib.sha256(data).hexdigest()
-        commit = Commit(part=part, bytes=len(data), sha256=digest, failed=failed)
-        self.objects.put_new(part, data)
-        name = commit_name(header.cell_key, attempt)
-        if self.objects.put_new(name, commit.model_dump_json().encode()):
-            return True
-        first = self.commit_of(header.cell_key, attempt)
-        if first is not None and first.part == part:
-            return True
-        self.objects.delete([part])
-        return False
+
+def _raise(known: dict[str, int], pairs: list[tuple[str, int]]) -> None:
+    for key, attempt in pairs:
+        known[key] = max(known.get(key, 0), attempt)
