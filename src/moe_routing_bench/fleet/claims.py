@@ -123,10 +123,9 @@ def _claimed(
             try:
                 if not store.has(key, attempt):
                     yield measure(experiment)
-            except BaseException:
+            finally:
                 with suppress(OSError):
                     leases.give_back(key, attempt)
-                raise
         waiting = [*rest, *left]
         if waiting and not took:
             sleep(pause)

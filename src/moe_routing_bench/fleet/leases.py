@@ -62,7 +62,7 @@ class Leases:
         return True
 
     def give_back(self, cell_key: str, attempt: int) -> None:
-        """Deletes the lease of a cell that was not measured, so that others do not wait."""
+        """Deletes the lease of a cell that has results or was not measured, so that others do not wait."""
         if name := self._mine.pop((cell_key, attempt), None):
             self.objects.delete([name])
 
