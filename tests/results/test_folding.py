@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import duckdb
@@ -29,6 +30,7 @@ from moe_routing_bench.results.folder import iterate
 from moe_routing_bench.results.objects import Objects
 from moe_routing_bench.results.query import run_query
 from moe_routing_bench.results.read import LeftOut
+from moe_routing_bench.results.tables import _ranges
 
 pytest.importorskip("obstore")
 ALL = "SELECT * FROM records ORDER BY record_id"
@@ -91,7 +93,7 @@ def test_what_a_fold_replaced_is_deleted_when_it_is_old(url, monkeypatch):
     assert len(paths(url, "tables")) == 4 and f"{'0' * 64}.parquet" not in {
         p.name for p in paths(url, "tables")
     }
-    assert len(paths(url, "manifests")) == 2 and len(newest(objects).replaced) <= 4
+    assert len(paths(url, "manifests")) == 2 and len(newest(objects).replaced) == 6
     assert asked(url, COUNTS) == [(16, 16)] and swept(url, 8) == 0
 
 
@@ -109,6 +111,21 @@ def test_a_segment_put_again_after_it_was_folded_is_not_seen_twice(url, monkeypa
     if folded_again:
         assert compact_store(Objects(url)) == (5, [])
     assert asked(url, COUNTS) == [(16, 16)] and len(list(iterate(mirror(url).folder))) == 16
+    for cells in (9, 10, 11):  # what is replaced is deleted, and no more
+        swept(url, cells)
+        compact_store(Objects(url))
+    assert asked(url, COUNTS) == [(22, 22)]
+
+
+def test_a_fold_whose_segments_are_all_refused_keeps_the_tables(url, monkeypatch):
+    monkeypatch.setattr(folding, "KEPT_SECONDS", 0)
+    compact_store(Objects(url))
+    for cells in range(6, 14):
+        swept(url, cells, cells - 1)
+        new = next(path for path in paths(url, "segments") if segment_of(path) not in replaced(url))
+        new.write_bytes(b"no gzip")
+        assert len(compact_store(Objects(url))[1]) == 1
+    assert asked(url, COUNTS) == [(10, 10)]
 
 
 def test_two_folds_at_once_and_one_of_another_prefix(url, monkeypatch):
@@ -209,6 +226,19 @@ def test_a_query_of_a_store_reads_its_tables_and_nothing_else(url, tmp_path):
     elsewhere = tmp_path / "x-rows"
     folder.rename(elsewhere)
     assert run_query(elsewhere, COUNTS)[1] == [(0, 0)], "a folder from elsewhere names no URL"
+
+
+def test_threads_that_share_a_file_read_where_each_has_sought():
+    class Far:
+        def get_range(self, name: str, start: int, stop: int) -> bytes:
+            return b"0123456789"[start:stop]
+
+    file = _ranges(Far(), {"a": 10}).open("mrb://a")
+    file.seek(2)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(file.seek, 7).result()
+        assert file.read(3) == b"234" and other.submit(file.read, 2).result() == b"78"
+    assert file.tell() == 5 and file.seek(-1, 2) == 9 and file.read() == b"9" and file.read() == b""
 
 
 def test_a_table_with_other_columns_is_read_and_made_again(url, monkeypatch):

@@ -15,11 +15,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import secrets
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,12 +32,13 @@ from moe_routing_bench.core.text import first_problem
 from moe_routing_bench.fleet.segments import SEGMENT, Entry, fetched, validated
 from moe_routing_bench.results.objects import Listed, Objects
 from moe_routing_bench.results.parquet import COLUMNS, COLUMNS_HASH, Column, quoted, select_rows
+from moe_routing_bench.results.query import sentence_of
 from moe_routing_bench.results.read import LeftOut
 from moe_routing_bench.results.record import Count, Hash, Name, Record, RecordPart, Sentence
 from moe_routing_bench.results.tables import scan_tables
 
 FOLD_BYTES = 64 << 20  # of segments, as they lie there, in one fold
-SMALL_BYTES, TABLE_BYTES = 1 << 20, 1 << 30  # smaller tables are merged; none grows beyond the second
+SMALL_BYTES, TABLE_BYTES = 1 << 20, 1 << 28  # smaller tables are merged; none grows beyond the second
 KEPT_SECONDS = 3600
 LEASE_SECONDS = 86_400
 MEMORY_LIMIT = "2GB"
@@ -49,6 +51,9 @@ OWN = (
     Column("line", "VARCHAR", "line"),
     Column("sample_seconds", "DOUBLE[]", "sample_seconds"),
 )
+
+
+Replaced = Annotated[str, Field(pattern=r"^(segments|tables)/[0-9a-z]{2,3}/[0-9a-f]{64}[0-9a-z.-]{8,14}$")]
 
 
 class Table(RecordPart):
@@ -69,7 +74,7 @@ class Manifest(RecordPart):
     version: Literal[1] = 1
     number: Count = 0
     tables: tuple[Table, ...] = ()
-    replaced: Annotated[dict[Name, Count], Field(default_factory=dict)]
+    replaced: Annotated[dict[Replaced, Count], Field(default_factory=dict)]
     left_out: Count = 0
     sentences: Annotated[tuple[Sentence, ...], Field(max_length=LeftOut.MAX_SENTENCES)] = ()
 
@@ -98,12 +103,15 @@ def tail_of(objects: Objects, prefix: str = "") -> list[Listed]:
 
 @contextmanager
 def scanning(objects: Objects, tables: Sequence[Table]) -> Iterator[tuple[duckdb.DuckDBPyConnection, str]]:
-    """Yields a connection and SQL that reads the tables, of which there is at least one."""
+    """Yields a connection, and SQL that reads the tables if there are any."""
     config = {"memory_limit": MEMORY_LIMIT, "temp_directory": ""}
     with duckdb.connect(config=config) as connection:
         connection.execute("SET enable_progress_bar = false")
         sizes, alike = {one.name: one.bytes for one in tables}, len({one.columns for one in tables}) < 2
-        yield connection, scan_tables(connection, objects, sizes, alike=alike)[0] if tables else ""
+        try:
+            yield connection, scan_tables(connection, objects, sizes, alike=alike)[0] if tables else ""
+        except duckdb.Error as error:
+            raise ValueError(f"a table of {objects.url} cannot be read: {sentence_of(error)}") from None
 
 
 def without_held(objects: Objects, tables: Sequence[Table], names: list[str]) -> list[str]:
@@ -126,7 +134,9 @@ def entries_of(objects: Objects, tables: Sequence[Table]) -> Iterator[Entry]:
     """Yields what was folded into the tables, in the order in which it was folded."""
     for table in tables:
         with scanning(objects, [table]) as (connection, scan):
-            connection.execute(f"SELECT cell_key, attempt, line, sample_seconds FROM {scan}")
+            columns = {"cell_key": "''", "attempt": "0", "line": "''", "sample_seconds": "[]"}
+            found = ", ".join(f"coalesce({name}, {nothing})" for name, nothing in columns.items())
+            connection.execute(f"SELECT {found} FROM {scan}")
             while rows := connection.fetchmany(1_000):
                 for key, attempt, line, seconds in rows:
                     yield Entry(key, attempt, line.encode(), np.array(seconds, "<f8").tobytes())
@@ -136,8 +146,9 @@ def compact_store(objects: Objects, prefix: str = "") -> tuple[int, list[str]]:
     """Folds until no segment of the prefix is left, then sweeps. Returns the number of folded segments, and
     sentences about what was left out."""
     left_out, count = LeftOut(), 0
-    while folded := fold(objects, prefix, left_out):
-        count += folded
+    with suppress(FileNotFoundError):  # another fold was first, so long ago that what it replaced is deleted
+        while folded := fold(objects, prefix, left_out):
+            count += folded
     sweep(objects)
     return count, left_out.first
 
@@ -148,35 +159,46 @@ def fold(objects: Objects, prefix: str, left_out: LeftOut) -> int:
     segments = tail_of(objects, prefix)
     before = newest(objects)
     began, size, names = before.number, 0, []
-    for one in segments:
-        if one.name not in before.replaced and size <= FOLD_BYTES:
-            size += one.size
-            names.append(one.name)
+    for segment in segments:
+        if segment.name not in before.replaced and size <= FOLD_BYTES:
+            size += segment.size
+            names.append(segment.name)
     if not names:
         return 0
-    absorbed = []
-    for table in sorted(before.tables, key=lambda table: table.bytes):
+    absorbed: list[Table] = []
+    for one in sorted(before.tables, key=lambda one: one.bytes):
         # a table takes in those that are not much larger: they stay few, and a row is seldom written again
-        small = table.bytes <= 2 * max(size, SMALL_BYTES) and size + table.bytes <= TABLE_BYTES
-        if table.prefix == prefix and small:
-            absorbed.append(table)
-            size += table.bytes
+        small = one.bytes <= 2 * max(size, SMALL_BYTES) and size + one.bytes <= TABLE_BYTES
+        if one.prefix == prefix and small:
+            absorbed.append(one)
+            size += one.bytes
     about = [one for one in before.tables if not prefix or one.prefix in ("", prefix)]
     new, wrong = without_held(objects, about, names), LeftOut()
-    with tempfile.TemporaryDirectory(prefix="mrb-fold-") as scratch:
-        table = _table(objects, prefix, new, absorbed, Path(scratch), wrong)
+    if not new:
+        absorbed, table = [], None
+    else:
+        with tempfile.TemporaryDirectory(prefix="mrb-fold-") as scratch:
+            table = _table(objects, prefix, new, absorbed, Path(scratch), wrong)
+    for_good = {*names, *(one.name for one in absorbed)}
     while True:
         listed = manifests(objects)
+        if max(listed, default=0) != before.number:
+            before = newest(objects, listed)
+            unknown = any(n not in listed for n in range(began + 1, before.number + 1))
+            if unknown or not for_good.isdisjoint(before.replaced):
+                return 0  # another fold of this prefix was first, or may have been
+        if table is not None and not objects.exists(table.name):
+            return 0  # this fold was stopped for so long that its table was swept
         over = {name: n for name, n in before.replaced.items() if n not in listed}
         # before they leave the manifest, else a segment would be tail again
         objects.delete(over)
         number = before.number + 1
-        gone = dict.fromkeys([*names, *(one.name for one in absorbed)], number)
         kept = tuple(one for one in before.tables if one not in absorbed)
         after = Manifest(
             number=number,
             tables=(*kept, table) if table else kept,
-            replaced={name: n for name, n in before.replaced.items() if name not in over} | gone,
+            replaced={name: n for name, n in before.replaced.items() if name not in over}
+            | dict.fromkeys(sorted(for_good), number),
             left_out=before.left_out + wrong.count,
             sentences=(*before.sentences, *wrong.first)[: LeftOut.MAX_SENTENCES],
         )
@@ -184,11 +206,6 @@ def fold(objects: Objects, prefix: str, left_out: LeftOut) -> int:
         data = after.model_dump_json().encode()
         if objects.put_new(name, data) or objects.get(name) == data:
             break
-        listed = manifests(objects)
-        before = newest(objects, listed)
-        taken = not before.replaced.keys().isdisjoint(gone)
-        if taken or min(listed) > began + 1 or not set(absorbed) <= set(before.tables):
-            return 0  # another fold of this prefix was first, or may have been
     for sentence in wrong.first:
         left_out.add(sentence)
     return len(names)
@@ -214,9 +231,10 @@ def _table(
         select = select_rows(rows, (*COLUMNS, *OWN)) + (
             f" UNION ALL BY NAME SELECT * FROM {scan}" if scan else ""
         )
-        connection.execute(
-            f"COPY ({select}) TO {quoted(out)} (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {ROW_GROUP})"
-        )
+        # with a random word no table has the name of an older one, which may be about to be deleted
+        form = f"FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {ROW_GROUP}"
+        unique = f"KV_METADATA {{fold: {quoted(secrets.token_hex(16))}}}"
+        connection.execute(f"COPY ({select}) TO {quoted(out)} ({form}, {unique})")
         about = (
             "count(*), min(suite), max(suite), min(created_at)::DATE::VARCHAR, max(created_at)::DATE::VARCHAR"
         )
@@ -257,7 +275,7 @@ def sweep(objects: Objects) -> None:
     now = listed[max(listed)].modified
     late = now - timedelta(seconds=KEPT_SECONDS)
     # a manifest is old if the next one is: until then readers took it
-    old = [listed[n].name for n in listed if n + 1 in listed and listed[n + 1].modified < late]
+    old = [listed[n].name for n, after in pairwise(sorted(listed)) if listed[after].modified < late]
     known = {one.name for one in manifest.tables} | manifest.replaced.keys()
     litter = [one.name for one in objects.list("tables/") if one.name not in known and one.modified < late]
     left = now - timedelta(seconds=LEASE_SECONDS)
@@ -281,7 +299,8 @@ def check_tables(objects: Objects, prefix: str = "") -> tuple[int, list[str]]:
             rows = _rows(validated(entries_of(objects, [table]), tell), Path(scratch))
             if table.columns == COLUMNS_HASH:
                 with scanning(objects, [table]) as (connection, scan):
-                    select = f"FROM {scan} EXCEPT ALL {select_rows(rows, (*COLUMNS, *OWN))}"
-                    other = connection.execute(f"SELECT record_id FROM ({select})").fetchall()
-                sentences += (f"{table.name}: the row of {one} is not that of its record" for (one,) in other)
+                    made = f"({select_rows(rows, (*COLUMNS, *OWN))})"
+                    row = "SELECT record_id, sha256(whole::VARCHAR) FROM"  # rows may not fit in memory
+                    other = connection.execute(f"{row} {scan} whole EXCEPT ALL {row} {made} whole").fetchall()
+                sentences += (f"{table.name}: the row of {one} is not that of its record" for one, _ in other)
     return sum(table.rows for table in tables), sentences

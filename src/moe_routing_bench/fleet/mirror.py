@@ -11,11 +11,13 @@ may be deleted at any time.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 import tempfile
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
@@ -90,8 +92,10 @@ def mirror(place: Path | str, *, rows: bool = False) -> Mirror:
                 if not (folder / READING).is_file():  # else another process was quicker
                     raise
         for other in stores().glob(f"{url}-*"):
-            if other.stat().st_mtime < time.time() - KEPT_SECONDS:
-                shutil.rmtree(other, ignore_errors=True)
+            with suppress(OSError):
+                if other.stat().st_mtime < time.time() - KEPT_SECONDS:
+                    shutil.rmtree(other)
+    os.utime(folder)  # a copy is deleted an hour after its last use
     return Mirror(folder, Reading.model_validate_json((folder / READING).read_bytes()).sentences)
 
 

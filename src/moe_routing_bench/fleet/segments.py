@@ -95,14 +95,13 @@ def opened(name: str, data: bytes) -> list[Entry]:
 
 
 def fetched(objects: Objects, names: Iterable[str], tell: Tell) -> Iterator[Entry]:
-    """Yields what the segments hold. tell gets the name of one that cannot be read, and why."""
+    """Yields what the segments hold. tell gets the name of one that cannot be read, and why. Raises
+    FileNotFoundError if one is gone: a fold replaced it, over an hour ago."""
 
     def fetch(name: str) -> list[Entry] | str:
         try:
             return opened(name, objects.get(name))
-        except FileNotFoundError:
-            return f"{name} is gone: read the store again"
-        except StoreError:
+        except (FileNotFoundError, StoreError):
             raise
         except ValueError as error:
             return str(error)

@@ -141,13 +141,13 @@ def _answer(connection: duckdb.DuckDBPyConnection, sql: str) -> Answer:
     except duckdb.InterruptException:
         raise ValueError(f"the query was stopped after {MAX_SECONDS:g} s; ask for less") from None
     except duckdb.OutOfMemoryException as error:
-        raise ValueError(f"the query needs too much memory: {_sentence(error)}") from None
+        raise ValueError(f"the query needs too much memory: {sentence_of(error)}") from None
     except MemoryError:
         raise ValueError("the query needs too much memory; ask for less") from None
     except duckdb.Error as error:
         if "bad_alloc" in str(error):  # seen while DuckDB made the message of another error
             raise ValueError("the query needs too much memory; ask for less") from None
-        raise ValueError(_sentence(error)) from None
+        raise ValueError(sentence_of(error)) from None
     return columns, rows, connection.execute("SELECT lines, sentences FROM left_out").fetchall()
 
 
@@ -276,7 +276,7 @@ def _export(folder: Path | str, target: Path, columns: str, form: str) -> int:
             connection.execute(f"COPY (SELECT {columns} FROM records) TO {quoted(part)} ({form})")
         row = connection.execute("SELECT count(*) FROM records").fetchone()
     except duckdb.Error as error:
-        raise ValueError(_sentence(error)) from None
+        raise ValueError(sentence_of(error)) from None
     finally:
         connection.close()
     return int(row[0]) if row else 0
@@ -330,7 +330,7 @@ def _open(folder: Path, private: Path | None) -> tuple[duckdb.DuckDBPyConnection
         )
     except duckdb.Error as error:
         what = "read the store again" if far else "delete the records.parquet files: they are only copies"
-        raise ValueError(f"{_sentence(error)}; {what}") from None
+        raise ValueError(f"{sentence_of(error)}; {what}") from None
     connection.execute(LATEST)
     _add_trainings(connection, folder)
     return connection, parquets, tables
@@ -399,7 +399,7 @@ def _add_left_out(noted: list[tuple[Any, ...]], left_out: LeftOut) -> None:
             left_out.add(sentence, 0)
 
 
-def _sentence(error: duckdb.Error) -> str:
+def sentence_of(error: duckdb.Error) -> str:
     """Returns DuckDB's message without the copy of the query below it."""
     text = re.split(r"\n\s*\n|\nLINE ", str(error))[0]
     if "Traceback (most recent call last)" in text:  # the store did not give a range

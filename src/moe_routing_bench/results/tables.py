@@ -7,6 +7,7 @@ believed, because it names a URL.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -62,18 +63,20 @@ def _ranges(objects: Objects, sizes: Mapping[str, int]) -> Any:
 
     class File:
         def __init__(self, name: str):
-            self.name, self.size, self.at = name, sizes[name], 0
+            self.name, self.size = name, sizes[name]
+            self.here = threading.local()  # threads of DuckDB share a file, and each seeks before it reads
 
         def seek(self, to: int, whence: int = 0) -> int:
-            self.at = to + (0, self.at, self.size)[whence]
-            return self.at
+            self.here.at = to + (0, self.tell(), self.size)[whence]
+            return self.tell()
 
         def tell(self) -> int:
-            return self.at
+            return getattr(self.here, "at", 0)
 
         def read(self, count: int = -1) -> bytes:
-            end = self.size if count < 0 else min(self.size, self.at + count)
-            start, self.at = self.at, max(end, self.at)
+            start = self.tell()
+            end = self.size if count < 0 else min(self.size, start + count)
+            self.here.at = max(start, end)
             return objects.get_range(self.name, start, end) if end > start else b""
 
         def close(self) -> None:
