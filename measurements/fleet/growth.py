@@ -1,6 +1,6 @@
 """How a store grows: 100 and 500 cells through its own code, 10^5 to 10^8 records as made-up tables.
 
-    python measurements/fleet/growth.py FOLDER [--cells 100,500] [--records 5,6,7,8] > growth.json
+    python measurements/fleet/growth.py FOLDER [--cells 100,500] [--records 5,6,7] > growth.json
 
 Cells: one segment each, put into a store in a folder (file://), then resume, a first query, the fold, and a
 query and a resume after it. Records: a manifest with tables of at most a million rows, with lines and
@@ -168,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cells", default="100,500")
-    parser.add_argument("--records", default="5,6,7,8")
+    parser.add_argument("--records", default="5,6,7")
     given = parser.parse_args()
     place = given.folder.resolve()
     place.mkdir(parents=True)

@@ -174,8 +174,9 @@ def fold(objects: Objects, prefix: str, left_out: LeftOut) -> int:
             size += one.bytes
     about = [one for one in before.tables if not prefix or one.prefix in ("", prefix)]
     new, wrong = without_held(objects, about, names), LeftOut()
+    table = None
     if not new:
-        absorbed, table = [], None
+        absorbed = []
     else:
         with tempfile.TemporaryDirectory(prefix="mrb-fold-") as scratch:
             table = _table(objects, prefix, new, absorbed, Path(scratch), wrong)

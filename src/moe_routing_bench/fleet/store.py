@@ -54,7 +54,7 @@ class RemoteStore:
         return known
 
     def failed(self, fine: frozenset[Status]) -> set[tuple[str, int]]:
-        """Returns (cell, attempt) of results with another status than these."""
+        """Returns (cell, attempt) of results with another status than these, or that are not valid."""
         tail = tail_of(self.objects)
         manifest, found = newest(self.objects), set[tuple[str, int]]()
         if manifest.tables:
@@ -63,7 +63,13 @@ class RemoteStore:
                 select = f"SELECT DISTINCT cell_key, attempt FROM {scan} WHERE status NOT IN ({statuses})"
                 found |= set(connection.execute(select).fetchall())
         names = [one.name for one in tail if one.name not in manifest.replaced]
-        for entry, record in validated(fetched(self.objects, names, nobody := lambda *_: None), nobody):
+
+        def tell(segment: str, sentence: str) -> None:
+            name = SEGMENT.fullmatch(segment)
+            assert name is not None
+            found.add((name[2], int(name[3])))
+
+        for entry, record in validated(fetched(self.objects, names, tell), tell):
             if record.correctness.status not in fine:
                 found.add((entry.cell_key, entry.attempt))
         return found

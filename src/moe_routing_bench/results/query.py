@@ -7,7 +7,7 @@ query that finds a way to write changes nothing. If copying would take long, the
 themselves in a process that cannot write to any file. Its time, memory, rows and text are limited.
 
 A query reads the columns that it names from all rows, so its time grows linearly:
-`measurements/fleet/growth.json` shows it for 10^6 to 10^8 records. A median needs 8 bytes per row. `latest`
+`measurements/fleet/growth.json` shows it for 10^5 to 10^7 records. A median needs 8 bytes per row. `latest`
 needs a few bytes per cell and the records of cells that were measured more than once.
 """
 
