@@ -1,4 +1,4 @@
-"""How a store grows: 100 and 500 cells through its own code, 10^5 to 10^8 records as made-up tables.
+"""How a store grows: 100 and 500 cells through its own code, 10^5 to 10^7 records as made-up tables.
 
     python measurements/fleet/growth.py FOLDER [--cells 100,500] [--records 5,6,7] > growth.json
 

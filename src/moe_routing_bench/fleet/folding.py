@@ -28,7 +28,7 @@ import duckdb
 import numpy as np
 from pydantic import Field, ValidationError
 
-from moe_routing_bench.core.text import first_problem
+from moe_routing_bench.core.text import first_problem, one_line
 from moe_routing_bench.fleet.segments import SEGMENT, Entry, fetched, validated
 from moe_routing_bench.results.objects import Listed, Objects
 from moe_routing_bench.results.parquet import COLUMNS, COLUMNS_HASH, Column, quoted, select_rows
@@ -220,7 +220,7 @@ def _table(
     refused: set[str] = set()
 
     def tell(segment: str, sentence: str) -> None:
-        wrong.add(sentence)
+        wrong.add(one_line(sentence, 300))  # a manifest takes no other
         refused.add(segment)
 
     entries = chain(fetched(objects, names, tell), entries_of(objects, old))

@@ -321,8 +321,9 @@ def _open(folder: Path, private: Path | None) -> tuple[duckdb.DuckDBPyConnection
     rows = f"SELECT {names} FROM fresh"
     if parquets:
         rows += f" UNION ALL SELECT {names} FROM {scan(parquets)}"
-    if far:  # a table of another version may lack a column
-        rows = f"SELECT {names} FROM ({rows} UNION ALL BY NAME SELECT * FROM {far})"
+    if far:  # a table of another version may lack a column, and anybody may have written one
+        typed = ", ".join(f'"{column.name}"::{column.type} AS "{column.name}"' for column in COLUMNS)
+        rows = f"SELECT {typed} FROM ({rows} UNION ALL BY NAME SELECT * FROM {far})"
     try:
         connection.execute(
             f"CREATE VIEW records AS SELECT r.*, {', '.join(name for name, _ in JOINED)} FROM ({rows}) r "
