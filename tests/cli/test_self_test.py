@@ -39,7 +39,7 @@ def test_what_is_wrong_is_not_to_be_trusted(a_gpu, monkeypatch: pytest.MonkeyPat
     text = mrb("doctor", "--device", "cuda", code=1).stdout
     assert "A Card, sm_87" in text and "sm_87 is not" in text
     assert "1 right, 1 wrong, 1 not tried" in text
-    assert "trust here: combine.triton_gather_sum" in text
+    assert "do not use: combine.triton_gather_sum" in text
     assert "grouped_gemm.triton_ragged(tma=1)" in text
     document = mrb_json("doctor", "--device", "cuda", code=1)
     assert [one["answer"] for one in document["tried"]] == ["right", "wrong", "not tried"]

@@ -90,6 +90,7 @@ class Samples:
     stages: list[dict[str, float]] = field(default_factory=list)
     checked: int = 0  # calls that were judged
     isolated: bool = False
+    held: str = ""  # what keeps its process still between turns
 
     def stage_medians(self) -> dict[str, float]:
         names = self.stages[0] if self.stages else ()
