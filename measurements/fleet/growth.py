@@ -28,12 +28,13 @@ import duckdb
 
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.fleet.claims import plan_fleet, run_fleet
-from moe_routing_bench.fleet.folding import ROW_GROUP, Manifest, Table, check_tables, compact_store
+from moe_routing_bench.fleet.folding import ROW_GROUP, check_tables, compact_store
 from moe_routing_bench.fleet.mirror import mirror
 from moe_routing_bench.fleet.store import RemoteStore
 from moe_routing_bench.results.objects import Objects
 from moe_routing_bench.results.parquet import COLUMNS, COLUMNS_HASH
 from moe_routing_bench.results.query import MEMORY_LIMIT, run_query
+from moe_routing_bench.results.tables import Manifest, Table
 
 TESTS = Path(__file__).parents[2] / "tests"
 TABLE_ROWS = 1_000_000
@@ -138,7 +139,7 @@ def grow_records(place: Path, power: int) -> dict[str, Any]:
     size = (root / names[0]).stat().st_size
     tables = [
         Table(
-            name=name, prefix="", bytes=size, rows=rows, columns=COLUMNS_HASH, suites=("", ""),
+            name=name, bytes=size, rows=rows, columns=COLUMNS_HASH, suites=("", ""),
             days=("2026-11-16", "2026-11-17"),
         )
         for name in names

@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,8 +26,9 @@ from moe_routing_bench.core.paths import home
 from moe_routing_bench.fleet.executor import Executor, OnCellProgress
 from moe_routing_bench.fleet.host import environment_document
 from moe_routing_bench.fleet.leases import Leases, lease_seconds
+from moe_routing_bench.fleet.mirror import mirror
 from moe_routing_bench.fleet.store import RemoteStore
-from moe_routing_bench.fleet.sweep import FINE, SweepPlan
+from moe_routing_bench.fleet.sweep import FINE, SweepPlan, latest_states
 from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.writing import record_outcome
 from moe_routing_bench.workloads.experiment import Experiment
@@ -49,13 +50,16 @@ def plan_fleet(
     resume: bool,
 ) -> FleetPlan:  # fmt: skip
     known = store.attempts()
-    unfit = store.failed(FINE) if retry_failed and resume else set()
+    fine: Collection[str] = known
+    if known and retry_failed and resume:
+        states = latest_states(mirror(store.objects.url, rows=True).folder)
+        fine = {key for key, found in states.items() if found <= FINE}  # others failed or are not valid
     todo: list[Experiment] = []
     attempts, by_key, done, failed = {}, {}, 0, 0
     for experiment, keys in zip(experiments, executor.keys(experiments), strict=True):
         measured = [key for key in keys if key in known]
         if measured and resume:
-            if (measured[0], known[measured[0]]) not in unfit:
+            if measured[0] in fine:
                 done += 1
                 continue
             failed += 1

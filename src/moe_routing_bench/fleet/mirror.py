@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -22,16 +21,19 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
 
-import duckdb
-
-from moe_routing_bench.core.whole_files import write_whole
-from moe_routing_bench.fleet.folding import KEPT_SECONDS, entries_of, newest, tail_of, without_held
-from moe_routing_bench.fleet.old_layout import refuse_old
-from moe_routing_bench.fleet.segments import Entry, fetched, validated
+from moe_routing_bench.fleet.folding import (
+    KEPT_SECONDS,
+    entries_of,
+    scanning,
+    state_of,
+    without_held,
+    write_table,
+)
+from moe_routing_bench.fleet.segments import Entry, Refused, fetched, validated
 from moe_routing_bench.results.folder import ENVIRONMENTS, MAX_ENVIRONMENT_BYTES
 from moe_routing_bench.results.objects import Objects
-from moe_routing_bench.results.parquet import COLUMNS_HASH, quoted, select_rows, write_rows
-from moe_routing_bench.results.read import RECORDS, LeftOut
+from moe_routing_bench.results.parquet import COLUMNS_HASH
+from moe_routing_bench.results.read import RECORDS
 from moe_routing_bench.results.record import Record
 from moe_routing_bench.results.tables import READING, ROWS, TAIL, Reading, stores
 from moe_routing_bench.results.verify import SAMPLES
@@ -51,40 +53,38 @@ def mirror(place: Path | str, *, rows: bool = False) -> Mirror:
     """Copies all of the store. rows: only what no table holds; queries read tables in the store itself.
     Raises ValueError if it does not exist or is empty, StoreError if it cannot be read."""
     objects = Objects(place)
-    listed = tail_of(objects)
-    manifest = newest(objects)
+    listed, manifest = state_of(objects)
     if not listed and not manifest.number:
-        refuse_old(objects)
         raise ValueError(f"there are no results in {objects.url}; mrb sweep --out {objects.url}")
     names = [one.name for one in listed if one.name not in manifest.replaced]
-    documents = [one for one in objects.list(f"{ENVIRONMENTS}/") if one.size <= MAX_ENVIRONMENT_BYTES]
-    state = "\n".join([str(manifest.number), COLUMNS_HASH, *names, *(one.name for one in documents)])
+    documents = [one.name for one in objects.list(f"{ENVIRONMENTS}/") if one.size <= MAX_ENVIRONMENT_BYTES]
+    state = "\n".join([str(manifest.number), COLUMNS_HASH, *names, *documents])
     url, token = (hashlib.sha256(text.encode()).hexdigest()[:16] for text in (objects.url, state))
     folder = stores() / f"{url}-{token}{ROWS if rows else ''}"
     if not (folder / READING).is_file():
         stores().mkdir(parents=True, exist_ok=True)
-        left_out = LeftOut(manifest.left_out, list(manifest.sentences))
-
-        def tell(segment: str, sentence: str) -> None:
-            left_out.add(sentence)
-
+        refused = Refused(manifest.left_out, list(manifest.sentences))
         with tempfile.TemporaryDirectory(dir=stores()) as scratch:
-            made = Path(scratch) / "made"
-            made.mkdir()
-            _fetch_environments(objects, [one.name for one in documents], made, left_out)
-            tail = fetched(objects, without_held(objects, manifest.tables, names), tell)
+            made = Path(scratch, "made")
+            (made / ENVIRONMENTS).mkdir(parents=True)
+            for name in documents:
+                data = objects.get(name)
+                if name == f"{ENVIRONMENTS}/{hashlib.sha256(data).hexdigest()}.json":
+                    (made / name).write_bytes(data)
+                else:
+                    refused.remarks.append(f"{name} was changed: its sha256 is another")
+            tail = fetched(objects, without_held(objects, manifest.tables, names), refused)
             if rows:
-                _write_tail((record for _, record in validated(tail, tell)), made / TAIL)
+                with scanning(objects) as (connection, _):
+                    write_table(connection, validated(tail, refused), made / TAIL)
             else:
-                _write_sessions(validated(chain(entries_of(objects, manifest.tables), tail), tell), made)
+                entries = chain(entries_of(objects, manifest.tables), tail)
+                _write_sessions(validated(entries, refused), made)
+            told = {"left_out": refused.count, "sentences": tuple(refused.first), "replaced": {}}
             reading = Reading(
-                url=objects.url,
-                tables={one.name: one.bytes for one in manifest.tables},
-                alike=all(one.columns == COLUMNS_HASH for one in manifest.tables),
-                left_out=left_out.count,
-                sentences=tuple(left_out.first + left_out.remarks),
+                url=objects.url, manifest=manifest.model_copy(update=told), remarks=tuple(refused.remarks)
             )
-            write_whole(made / READING, reading.model_dump_json())
+            (made / READING).write_text(reading.model_dump_json())
             shutil.rmtree(folder, ignore_errors=True)
             try:
                 made.rename(folder)
@@ -96,14 +96,8 @@ def mirror(place: Path | str, *, rows: bool = False) -> Mirror:
                 if other.stat().st_mtime < time.time() - KEPT_SECONDS:
                     shutil.rmtree(other)
     os.utime(folder)  # a copy is deleted an hour after its last use
-    return Mirror(folder, Reading.model_validate_json((folder / READING).read_bytes()).sentences)
-
-
-def _write_tail(records: Iterable[Record], path: Path) -> None:
-    write_rows(lines := path.with_suffix(".jsonl"), records)
-    with duckdb.connect() as connection:
-        connection.execute(f"COPY ({select_rows(lines)}) TO {quoted(path)} (FORMAT parquet)")
-    lines.unlink()
+    reading = Reading.model_validate_json((folder / READING).read_bytes())
+    return Mirror(folder, (*reading.manifest.sentences, *reading.remarks))
 
 
 def _write_sessions(found: Iterable[tuple[Entry, Record]], folder: Path) -> None:
@@ -113,18 +107,7 @@ def _write_sessions(found: Iterable[tuple[Entry, Record]], folder: Path) -> None
         (place / SAMPLES).touch()
         with (place / RECORDS).open("ab") as lines, (place / SAMPLES).open("r+b") as samples:
             for entry, record in some:
-                lines.write(entry.line)
+                lines.write(entry.line.encode() + b"\n")
                 if record.timing is not None and record.timing.samples.offset < MAX_SAMPLES_BYTES:
                     samples.seek(record.timing.samples.offset)
                     samples.write(entry.samples)
-
-
-def _fetch_environments(objects: Objects, names: list[str], folder: Path, left_out: LeftOut) -> None:
-    (folder / ENVIRONMENTS).mkdir()
-    for name in names:
-        if re.fullmatch(rf"{ENVIRONMENTS}/[0-9a-f]{{64}}\.json", name):
-            data = objects.get(name)
-            if hashlib.sha256(data).hexdigest() in name:
-                write_whole(folder / name, data)
-            else:
-                left_out.remarks.append(f"{name} was changed: its sha256 is another")

@@ -14,13 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from moe_routing_bench.bench.status import Status
-from moe_routing_bench.fleet.folding import newest, scanning, tail_of
-from moe_routing_bench.fleet.old_layout import refuse_old
-from moe_routing_bench.fleet.segments import SEGMENT, fetched, sealed, segment_name, validated
+from moe_routing_bench.fleet.folding import scanning, state_of
+from moe_routing_bench.fleet.segments import cell_of, sealed, segment_name
 from moe_routing_bench.results.folder import ENVIRONMENTS
 from moe_routing_bench.results.objects import Objects
-from moe_routing_bench.results.parquet import quoted
 from moe_routing_bench.results.record import canonical_json, content_hash
 
 
@@ -38,41 +35,17 @@ class RemoteStore:
     def attempts(self) -> dict[str, int]:
         """Returns how often each cell was measured: from names of segments, and one column of tables that
         this object has not read yet."""
-        tail = tail_of(self.objects)
-        manifest = newest(self.objects)
-        if not tail and not manifest.number:
-            refuse_old(self.objects)
+        segments, manifest = state_of(self.objects)
         if new := [one for one in manifest.tables if one.name not in self._read]:
             with scanning(self.objects, new) as (connection, scan):
-                rows = connection.execute(
-                    f"SELECT cell_key, max(attempt) FROM {scan} GROUP BY ALL"
-                ).fetchall()
-            _raise(self._folded, rows)
+                select = f"SELECT cell_key, max(attempt) FROM {scan} GROUP BY ALL"
+                for key, attempt in connection.execute(select).fetchall():
+                    self._folded[key] = max(self._folded.get(key, 0), attempt)
             self._read |= {one.name for one in new}
         known = dict(self._folded)
-        _raise(known, [(name[2], int(name[3])) for one in tail if (name := SEGMENT.fullmatch(one.name))])
+        for key, attempt in (cell_of(one.name) for one in segments):
+            known[key] = max(known.get(key, 0), attempt)
         return known
-
-    def failed(self, fine: frozenset[Status]) -> set[tuple[str, int]]:
-        """Returns (cell, attempt) of results with another status than these, or that are not valid."""
-        tail = tail_of(self.objects)
-        manifest, found = newest(self.objects), set[tuple[str, int]]()
-        if manifest.tables:
-            with scanning(self.objects, manifest.tables) as (connection, scan):
-                statuses = ", ".join(quoted(one) for one in fine)
-                select = f"SELECT DISTINCT cell_key, attempt FROM {scan} WHERE status NOT IN ({statuses})"
-                found |= set(connection.execute(select).fetchall())
-        names = [one.name for one in tail if one.name not in manifest.replaced]
-
-        def tell(segment: str, sentence: str) -> None:
-            name = SEGMENT.fullmatch(segment)
-            assert name is not None
-            found.add((name[2], int(name[3])))
-
-        for entry, record in validated(fetched(self.objects, names, tell), tell):
-            if record.correctness.status not in fine:
-                found.add((entry.cell_key, entry.attempt))
-        return found
 
     def has(self, cell_key: str, attempt: int) -> bool:
         """Returns whether there is a segment. It stays for an hour after it was folded."""
@@ -88,17 +61,7 @@ class RemoteStore:
     def publish(
         self, cell_key: str, attempt: int, records: bytes, samples: bytes, samples_at: int = 0
     ) -> bool:
-        """Publishes the results of a cell. Returns False, and changes nothing, if another machine was first.
-        A request may have succeeded although its answer was lost: our own bytes are ours."""
-        data, name = sealed(records, samples, samples_at), segment_name(cell_key, attempt)
-        if self.objects.put_new(name, data):
-            return True
-        try:
-            return self.objects.get(name) == data
-        except FileNotFoundError:  # it was folded meanwhile
-            return False
-
-
-def _raise(known: dict[str, int], pairs: list[tuple[str, int]]) -> None:
-    for key, attempt in pairs:
-        known[key] = max(known.get(key, 0), attempt)
+        """Publishes the results of a cell. Returns False, and changes nothing, if another machine was
+        first."""
+        data = sealed(cell_key, attempt, records, samples, samples_at)
+        return self.objects.put_new(segment_name(cell_key, attempt), data)

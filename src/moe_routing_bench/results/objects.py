@@ -79,16 +79,20 @@ class Objects:
             raise ValueError(f"{url} cannot be opened: {_first_words(error)}") from None
 
     def put_new(self, name: str, data: bytes) -> bool:
-        """Writes all of it or nothing, and only if there is no such object. Returns False if there is one."""
+        """Writes all of it or nothing, and only if there is no such object. Returns False if there is another
+        one. The same bytes are ours: a request may have succeeded although its answer was lost."""
 
         def put() -> bool:
             try:
                 self._obstore.put(self._store, name, data, mode="create", use_multipart=False)
             except self._exists:
-                return False
+                return bytes(self._obstore.get(self._store, name).bytes()) == data
             return True
 
-        return self._again("write", name, put)
+        try:
+            return self._again("write", name, put)
+        except FileNotFoundError:  # another one was there, and was deleted
+            return False
 
     def get(self, name: str) -> bytes:
         def get() -> bytes:

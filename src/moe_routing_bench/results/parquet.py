@@ -260,8 +260,11 @@ def fold(connection: duckdb.DuckDBPyConnection, source: Source) -> Source:
 def write_rows(path: Path, records: Iterable[Record]) -> None:
     """Writes records for `select_rows`, so that SQL reads only what the schema has checked."""
     with path.open("wb") as file:
-        for record in records:
-            file.write(record.model_copy(update={"repro": command_of(record)}).line())
+        file.writelines(map(row_line, records))
+
+
+def row_line(record: Record) -> bytes:
+    return record.model_copy(update={"repro": command_of(record)}).line()
 
 
 def select_rows(rows: Path, wanted: Sequence[Column] = COLUMNS) -> str:

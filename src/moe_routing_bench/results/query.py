@@ -299,11 +299,10 @@ def _open(folder: Path, private: Path | None) -> tuple[duckdb.DuckDBPyConnection
     about = LeftOut()
     tables, far = list[str](), ""
     if (reading := reading_of(folder)) is not None:
-        parquets = [folder / TAIL]
-        lines = min(reading.left_out, LeftOut.MAX_SENTENCES)
-        about = LeftOut(reading.left_out, list(reading.sentences[:lines]), list(reading.sentences[lines:]))
-        if reading.tables:
-            far, tables = scan_tables(connection, Objects(reading.url), reading.tables, alike=reading.alike)
+        parquets, manifest = [folder / TAIL], reading.manifest
+        about = LeftOut(manifest.left_out, list(manifest.sentences), list(reading.remarks))
+        if manifest.tables:
+            far, tables = scan_tables(connection, Objects(reading.url), manifest.tables)
     else:
         parquets = [
             source.parquet
