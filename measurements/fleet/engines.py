@@ -284,7 +284,7 @@ def store_run(number: int, place: Path, server: Any) -> dict[str, Any]:
     began = time.monotonic()
     workers = [start_made_up(url, place / f"said-{n}", environment) for n in range(4)]
     kills = Counter[str]()
-    compact = [sys.executable, "-m", "moe_routing_bench", "results", "compact", url, "--drop"]
+    compact = [sys.executable, "-m", "moe_routing_bench", "results", "compact", url]
     time.sleep(draw.uniform(5, 9))
     for _ in range(draw.randint(1, 3)):
         victim = draw.randrange(len(workers))
@@ -304,7 +304,7 @@ def store_run(number: int, place: Path, server: Any) -> dict[str, Any]:
     for number_of, worker in enumerate(workers):
         while worker.wait(PATIENCE):  # it was started while the server was down, which it says
             heard = (place / f"said-{number_of}").read_text()
-            assert "StoreError: cannot list commits/" in heard and again < 10, heard[-2000:]
+            assert "StoreError: cannot list segments/" in heard and again < 10, heard[-2000:]
             again += 1
             worker = start_made_up(url, place / f"said-{number_of}", environment)
     beside.wait(PATIENCE)

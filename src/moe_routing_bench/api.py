@@ -57,7 +57,6 @@ from moe_routing_bench.core.text import printable
 from moe_routing_bench.fleet.claims import FleetPlan, plan_fleet, run_fleet
 from moe_routing_bench.fleet.engines import engine_named
 from moe_routing_bench.fleet.executor import Executor, LocalExecutor
-from moe_routing_bench.fleet.objects import url_of
 from moe_routing_bench.fleet.shards import Shard
 from moe_routing_bench.fleet.store import RemoteStore
 from moe_routing_bench.fleet.sweep import SweepPlan, plan_sweep, run_sweep
@@ -89,6 +88,7 @@ from moe_routing_bench.results.compare import RunComparison, compare_runs
 from moe_routing_bench.results.decisions import Decided, decide, write_decisions
 from moe_routing_bench.results.folder import Selection, copy_selected, iterate, temporary_folder
 from moe_routing_bench.results.history import History, history
+from moe_routing_bench.results.objects import url_of
 from moe_routing_bench.results.parquet import COLUMNS, quoted
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
 from moe_routing_bench.results.read import LeftOut

@@ -13,18 +13,16 @@ import pytest
 
 from command_line import mrb, mrb_json, refused
 from made_sweeps import MadeUp, key_of, made_cells
-from moe_routing_bench.core.paths import home
 from moe_routing_bench.fleet.claims import plan_fleet, run_fleet
+from moe_routing_bench.fleet.folding import compact_store
 from moe_routing_bench.fleet.leases import Leases, lease_seconds
 from moe_routing_bench.fleet.mirror import mirror
-from moe_routing_bench.fleet.objects import Objects, url_of
-from moe_routing_bench.fleet.packs import compact_store
 from moe_routing_bench.fleet.store import RemoteStore
 from moe_routing_bench.fleet.sweep import run_sweep
 from moe_routing_bench.results.folder import iterate
-from moe_routing_bench.results.read import LeftOut
+from moe_routing_bench.results.objects import Objects, url_of
 
-pytest.importorskip("obstore")
+obstore = pytest.importorskip("obstore")
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +51,7 @@ def contents(folder: Path) -> set[tuple]:
 
 
 def objects_in(url: str, prefix: str) -> list[Path]:
-    return sorted((Path(url.removeprefix("file://")) / prefix).rglob("*"))
+    return sorted(p for p in (Path(url.removeprefix("file://")) / prefix).rglob("*") if p.is_file())
 
 
 def test_urls_survive_being_paths():
@@ -67,9 +65,9 @@ def test_a_store_reads_as_a_folder_with_the_same_records_and_is_not_measured_aga
     assert len(swept(url, cells[:3])) == 3 and len(swept(url, cells)) == 2
     list(run_sweep(cells, tmp_path / "local", MadeUp()))
     first = mirror(url)
-    assert first.fetched == 5 and not first.sentences
+    assert not first.sentences
     assert len(contents(first.folder)) == 10 and contents(first.folder) == contents(tmp_path / "local")
-    assert mirror(url).fetched == 0 and swept(url, cells) == []
+    assert mirror(url) == first and swept(url, cells) == []
     assert not list((tmp_path / "home" / "unsent").iterdir())
 
 
@@ -98,7 +96,7 @@ def test_four_workers_claim_every_cell_once(url):
     for thread in threads:
         thread.join(60)
     assert sum(len(engine.measured) for engine in engines) == 12
-    assert len(objects_in(url, "parts")) == 12
+    assert len(objects_in(url, "segments")) == 12
     assert cells_of(mirror(url).folder) == Counter(map(key_of, cells)) == dict.fromkeys(map(key_of, cells), 1)
 
 
@@ -117,7 +115,8 @@ def test_a_dead_worker_s_cell_is_taken_when_its_lease_is_over_by_the_waiter_s_ow
 
     assert swept(url, [experiment], claim=True, leases=waiter, sleep=sleep) == [experiment.title]
     assert seconds <= sum(slept) <= seconds + 60
-    assert not waiter.take(key, 1, seconds), "its own lease holds"
+    (left,) = objects_in(url, "leases")
+    assert left.name == "000001.json", "of the dead; its own is removed when the results are there"
 
 
 def test_a_lease_nobody_can_read_is_respected_and_one_given_back_is_free(url):
@@ -146,30 +145,23 @@ def test_a_slow_writer_whose_lease_expired_changes_nothing(url):
                 yield outcome
 
     assert list(run_fleet(plan, store, Slow())) == []
-    assert len(objects_in(url, "parts")) == len(objects_in(url, "commits")) == 1
+    assert len(objects_in(url, "segments")) == 1
     assert cells_of(mirror(url).folder) == {key_of(experiment): 1}
 
 
-def test_a_commit_whose_answer_was_lost_is_known_as_our_own(url, monkeypatch):
-    put = Objects.put_new
+def test_a_segment_whose_answer_was_lost_is_known_as_our_own(url, monkeypatch):
+    put = obstore.put
 
-    def answer_lost(self, name, data):
-        put(self, name, data)
-        return False
+    def answer_lost(*args, **more):
+        put(*args, **more)
+        raise obstore.exceptions.AlreadyExistsError("the second request finds what the first has written")
 
-    monkeypatch.setattr(Objects, "put_new", answer_lost)
+    monkeypatch.setattr(obstore, "put", answer_lost)
     assert len(swept(url, made_cells(2))) == 2
     assert len(swept(url, made_cells(3), claim=True)) == 1
     monkeypatch.undo()
     os.environ["MRB_HOME"] = str(objects_in(url, ".")[0].parent / "home2")
     assert len(cells_of(mirror(url).folder)) == 3
-
-
-def test_a_part_that_no_commit_names_is_never_read(url):
-    swept(url, made_cells(1))
-    RemoteStore(url).objects.put_new("parts/torn-000001-aaaa", b"half an upload")
-    found = mirror(url)
-    assert found.fetched == 1 and not found.sentences
 
 
 def _cut(path: Path) -> None:
@@ -185,98 +177,25 @@ def _one_byte(path: Path) -> None:
 @pytest.mark.parametrize(
     ("prefix", "damage", "sentence"),
     [
-        ("parts", _cut, "cut off"),
-        ("parts", _one_byte, "was changed"),
-        ("parts", Path.unlink, "not there"),
-        ("commits", _cut, "this version"),
+        ("segments", _cut, "cut off"),
+        ("segments", _one_byte, "cut off|not what|samples"),
+        ("manifests", _cut, "no manifest"),
+        ("tables", Path.unlink, "tables/all/"),
         ("environments", _one_byte, "sha256"),
-        ("packs", _one_byte, "changed|no pack"),
-        ("packs", _cut, "header"),
     ],
 )
 def test_damage_is_said_in_a_sentence_and_the_rest_is_read(url, prefix, damage, sentence):
     swept(url, made_cells(3))
-    if prefix == "packs":
+    if prefix in ("manifests", "tables"):
         compact_store(Objects(url))
-        compact_store(Objects(url), drop=True)
+        damage(objects_in(url, prefix)[0])
+        assert re.search(sentence, refused("results", "--folder", url))
+        return
     damage(objects_in(url, prefix)[0])
     found = mirror(url)
     assert any(re.search(sentence, one) for one in found.sentences), found.sentences
     assert all(one.isprintable() and len(one) < 400 for one in found.sentences)
-    whole = {"environments": 3, "packs": 2 if damage is _one_byte else 0}.get(prefix, 2)
-    assert found.fetched in (whole, 0 if prefix == "packs" else whole)
-
-
-def test_what_was_read_before_it_was_damaged_stays_and_the_change_is_noticed(url):
-    swept(url, made_cells(2))
-    mirror(url)
-    one, other = objects_in(url, "commits")
-    _one_byte(one)
-    other.unlink()
-    found = mirror(url)
-    assert "was changed" in found.sentences[0] and "is gone" in found.sentences[1]
-    assert len(cells_of(found.folder)) == 2
-
-
-def test_a_reader_killed_half_way_doubles_nothing(url, monkeypatch):
-    swept(url, made_cells(2))
-    with monkeypatch.context() as patched:
-        patched.setattr("moe_routing_bench.fleet.mirror.AT_ONCE", 1)
-
-        def dies(done: int, of: int) -> None:
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            mirror(url, dies)
-    (records,) = home().glob("stores/*/session=*/records.jsonl")
-    with records.open("ab") as file:  # what a reader wrote and had not noted when it died
-        file.write(records.read_bytes()[:1000])
-    left_out, folder = LeftOut(), mirror(url).folder
-    assert cells_of(folder) == dict.fromkeys(map(key_of, made_cells(2)), 1)
-    assert len(list(iterate(folder, left_out))) == 4 and not left_out.count
-
-
-def test_compaction_twice_beside_writers_and_with_parts_deleted_loses_nothing(url, tmp_path, monkeypatch):
-    cells = made_cells(6)
-    swept(url, cells[:4])
-    assert compact_store(Objects(url)) == (4, 0, []) and compact_store(Objects(url)) == (0, 0, [])
-    swept(url, cells)
-    assert compact_store(Objects(url), drop=True) == (2, 4, [])
-    assert len(objects_in(url, "parts")) == 2 and len(objects_in(url, "packs")) == 2
-    before = contents(mirror(url).folder)
-    assert len(before) == 12
-    assert "2 parts deleted" in mrb("results", "compact", url, "--drop").stdout
-    monkeypatch.setenv("MRB_HOME", str(tmp_path / "another"))
-    again = mirror(url)
-    assert contents(again.folder) == before and not again.sentences
-    assert swept(url, cells) == []
-
-
-def test_two_compactions_that_overlap_are_read_once(url):
-    swept(url, made_cells(3))
-    compact_store(Objects(url))
-    (pack,) = objects_in(url, "packs")
-    aside = pack.read_bytes()
-    pack.unlink()
-    swept(url, made_cells(4))
-    compact_store(Objects(url))  # did not see the first one
-    pack.write_bytes(aside)
-    compact_store(Objects(url), drop=True)
-    found = mirror(url)
-    assert not objects_in(url, "parts") and not found.sentences
-    assert cells_of(found.folder) == dict.fromkeys(map(key_of, made_cells(4)), 1)
-
-
-def test_a_damaged_pack_keeps_its_parts(url):
-    swept(url, made_cells(2))
-    compact_store(Objects(url))
-    (pack,) = objects_in(url, "packs")
-    data = bytearray(pack.read_bytes())
-    data[-5] ^= 1
-    pack.write_bytes(bytes(data))
-    _, dropped, sentences = compact_store(Objects(url), drop=True)
-    assert dropped == 1 and "was changed" in sentences[0]
-    assert len(cells_of(mirror(url).folder)) == 2
+    assert len(cells_of(found.folder)) == (3 if prefix == "environments" else 2)
 
 
 def test_the_commands_read_urls(url, tmp_path, monkeypatch):
@@ -305,7 +224,7 @@ def test_mistakes_with_urls_get_a_sentence(url, tmp_path, monkeypatch):
     Path(url.removeprefix("file://")).mkdir()
     assert "no results" in refused("results", "--folder", url)
     monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("moe_routing_bench.fleet.objects.RETRY_SECONDS", 0)
+    monkeypatch.setattr("moe_routing_bench.results.objects.RETRY_SECONDS", 0)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
         monkeypatch.setenv(name, "x")
     monkeypatch.delenv("AWS_ALLOW_HTTP", raising=False)

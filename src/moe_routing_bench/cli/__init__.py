@@ -56,7 +56,9 @@ GROUPS = {
             "regret": Place("decide", 'Show how much slower impl="auto" is than the fastest.'),
             "export": Place("query", "Write all records of a folder as Parquet or CSV."),
             "merge": Place("merge", "Merge the results folders of several machines into one."),
-            "compact": Place("merge", "Merge small files of a store on a URL, so that reading is fast."),
+            "compact": Place(
+                "merge", "Fold results in a store on a URL into tables, so that reading is fast."
+            ),
         },
         """
   mrb results

@@ -17,12 +17,12 @@ from moe_routing_bench.bench.verdict import Regret
 from moe_routing_bench.cli.options import Json, reading, show_json
 from moe_routing_bench.core.paths import default_results
 from moe_routing_bench.core.text import printable
-from moe_routing_bench.fleet.objects import url_of
 from moe_routing_bench.ops.auto import VARIABLE
 from moe_routing_bench.report.console import show
 from moe_routing_bench.report.finding import at_hand
 from moe_routing_bench.report.overview import left_out_json, show_left_out, table_of
 from moe_routing_bench.results.decisions import Decided, SizeDecision, decide, write_decisions
+from moe_routing_bench.results.objects import url_of
 from moe_routing_bench.results.regrets import NOTABLE, CellRegret, GroupRegret, read_regrets
 from moe_routing_bench.results.winners import Contest
 

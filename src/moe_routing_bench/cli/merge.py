@@ -1,10 +1,11 @@
 """mrb results merge: merges the results folders of several machines into one.
 
-mrb results compact: packs many small objects of a store on a URL into few big ones.
+mrb results compact: folds many small objects of a store on a URL into few big ones.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -12,11 +13,12 @@ import typer
 
 from moe_routing_bench.cli.options import Json, reading, show_json
 from moe_routing_bench.core.text import printable
-from moe_routing_bench.fleet.objects import Objects
-from moe_routing_bench.fleet.packs import compact_store
+from moe_routing_bench.fleet.folding import check_tables, compact_store
+from moe_routing_bench.fleet.old_layout import convert
 from moe_routing_bench.report.console import say, show
 from moe_routing_bench.report.finding import at_hand
 from moe_routing_bench.results.merge import merge
+from moe_routing_bench.results.objects import Objects
 
 
 def merge_command(
@@ -54,27 +56,39 @@ def compact_command(
     url: Annotated[
         Path, typer.Argument(metavar="URL", help="The --out of a sweep: s3://, gs://, az://, file://.")
     ],
-    drop: Annotated[
-        bool, typer.Option("--drop", help="Delete the parts that an earlier call has packed.")
+    prefix: Annotated[str, typer.Option(help="Two hex digits: only cells whose key begins with them.")] = "",
+    check: Annotated[
+        bool, typer.Option("--check", help="Only verify what was folded against its samples again.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Pack the results of many cells into few objects, so that a reader needs few requests.
+    """Validate the results of many cells once and fold them into few tables, so that readers are fast.
 
     \b
     Examples:
       mrb results compact s3://bucket/runs
-      mrb results compact s3://bucket/runs --drop
+      mrb results compact s3://bucket/runs --prefix 0f     one of 256 that may run at once
+      mrb results compact s3://bucket/runs --check
 
-    You can run it at any time, during sweeps, several times, or stop it. Only
-    --drop deletes anything, and only parts that a pack holds byte for byte.
+    You can run it at any time, during sweeps, several times, or stop it. It
+    also converts a store of an older version. What a table has replaced is
+    deleted an hour later. A record that contradicts its samples is left out
+    and kept in refused/.
     """
     with reading():
-        packed, dropped, sentences = compact_store(Objects(url), drop=drop)
+        if not re.fullmatch("([0-9a-f]{2})?", prefix):
+            raise ValueError(f"--prefix {prefix!r} is not two hex digits, such as 0f")
+        objects = Objects(url)
+        if check:
+            what, (count, sentences) = "verified", check_tables(objects, prefix)
+        else:
+            sentences = convert(objects)
+            what, (count, wrong) = "folded", compact_store(objects, prefix)
+            sentences += wrong
     if as_json:
-        show_json({"packed": packed, "dropped": dropped, "left": sentences})
+        show_json({what: count, "left": sentences})
     else:
-        show(f"{packed:,} cells packed, {dropped:,} parts deleted.")
+        show(f"{count:,} {'records' if check else 'cells'} {what}.")
     for sentence in sentences:
         say(printable(sentence))
     if sentences:

@@ -16,10 +16,10 @@ from moe_routing_bench.cli.bench import NOT_TIMED, end, stopped
 from moe_routing_bench.cli.options import Json, include_all, show_json, user_mistakes, with_options
 from moe_routing_bench.core.names import short_label
 from moe_routing_bench.fleet.engines import ENGINES
-from moe_routing_bench.fleet.objects import url_of
 from moe_routing_bench.fleet.sweep import SweepPlan
 from moe_routing_bench.report.console import show
 from moe_routing_bench.report.outcome_tables import outcome_document
+from moe_routing_bench.results.objects import url_of
 from moe_routing_bench.workloads.cases import SUITES
 
 

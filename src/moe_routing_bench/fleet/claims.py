@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,15 +26,15 @@ from moe_routing_bench.core.paths import home
 from moe_routing_bench.fleet.executor import Executor, OnCellProgress
 from moe_routing_bench.fleet.host import environment_document
 from moe_routing_bench.fleet.leases import Leases, lease_seconds
-from moe_routing_bench.fleet.parts import Header
+from moe_routing_bench.fleet.mirror import mirror
 from moe_routing_bench.fleet.store import RemoteStore
-from moe_routing_bench.fleet.sweep import FINE, SweepPlan
+from moe_routing_bench.fleet.sweep import FINE, SweepPlan, latest_states
 from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.writing import record_outcome
 from moe_routing_bench.workloads.experiment import Experiment
 
 PAUSE_SECONDS = (1.0, 15.0)  # between two looks at cells that other machines are measuring
-LISTED_AT_ONCE, MIN_LISTED = 1000, 20_000  # commits in one request
+LISTED_AT_ONCE, MIN_LISTED = 1000, 20_000  # cells in one request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +50,16 @@ def plan_fleet(
     resume: bool,
 ) -> FleetPlan:  # fmt: skip
     known = store.attempts()
+    fine: Collection[str] = known
+    if known and retry_failed and resume:
+        states = latest_states(mirror(store.objects.url, rows=True).folder)
+        fine = {key for key, found in states.items() if found <= FINE}  # others failed or are not valid
     todo: list[Experiment] = []
     attempts, by_key, done, failed = {}, {}, 0, 0
     for experiment, keys in zip(experiments, executor.keys(experiments), strict=True):
         measured = [key for key in keys if key in known]
         if measured and resume:
-            commit = store.commit_of(measured[0], known[measured[0]]) if retry_failed else None
-            if commit is None or not commit.failed:
+            if measured[0] in fine:
                 done += 1
                 continue
             failed += 1
@@ -122,12 +125,11 @@ def _claimed(
                 continue
             took = True
             try:
-                if store.commit_of(key, attempt) is None:
+                if not store.has(key, attempt):
                     yield measure(experiment)
-            except BaseException:
+            finally:
                 with suppress(OSError):
                     leases.give_back(key, attempt)
-                raise
         waiting = [*rest, *left]
         if waiting and not took:
             sleep(pause)
@@ -149,7 +151,6 @@ class _Writer:
         except OSError as error:
             raise ValueError(f"cannot write into {place}: {error.strerror or error}") from None
         self.here = environment_document(this_machine(), roofs)
-        self.number = 0
         self.unsent = False
 
     def watch(self) -> str | None:
@@ -169,22 +170,12 @@ class _Writer:
                 f"{error.strerror or error}. Cells before it are in the store; the same command goes on"
             ) from None
         records, samples = session.since(before)
-        self.number += 1
-        header = Header(
-            cell_key=outcome.identity.key,
-            session=session.id,
-            number=self.number,
-            environment=environment,
-            records=len(records),
-            samples=len(samples),
-            samples_at=before[1],
-        )
-        failed = any(ended.status not in FINE for ended in outcome.outcomes)
+        key = outcome.identity.key
         # a machine that could not be reached when the plan was made has its own key
-        attempt = self.plan.attempts.get(header.cell_key, 1)
+        attempt = self.plan.attempts.get(key, 1)
         try:
             self.store.put_environment(document)
-            return self.store.publish(header, records, samples, attempt=attempt, failed=failed)
+            return self.store.publish(key, attempt, records, samples, before[1])
         except OSError as error:
             self.unsent = True
             raise ValueError(

@@ -3,7 +3,7 @@
 A lease is an object leases/<cell key>-<attempt>/<n>.json that is written only if it does not exist. It is
 valid for the seconds it states. Clocks of two machines are never compared: a machine that wants the cell sees
 the lease, waits that long by its own clock, and if there is still no result it writes lease n + 1. The first
-machine may only have been slow and may still finish. Leases save work; only the commit decides which result
+machine may only have been slow and may still finish. Leases save work; only the segment decides which result
 counts.
 """
 
@@ -15,7 +15,7 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from moe_routing_bench.fleet.objects import Objects
+from moe_routing_bench.results.objects import Objects
 from moe_routing_bench.results.record import Name, RecordPart
 from moe_routing_bench.workloads.experiment import Experiment
 
@@ -57,12 +57,12 @@ class Leases:
         name = f"{home}/{number:06d}.json"
         terms = Terms(worker=self.worker, seconds=seconds)
         if not self.objects.put_new(name, terms.model_dump_json().encode()):
-            return self._terms(name) == terms  # our own request, whose answer was lost
+            return False
         self._mine[cell_key, attempt] = name
         return True
 
     def give_back(self, cell_key: str, attempt: int) -> None:
-        """Deletes the lease of a cell that was not measured, so that others do not wait."""
+        """Deletes the lease of a cell that has results or was not measured, so that others do not wait."""
         if name := self._mine.pop((cell_key, attempt), None):
             self.objects.delete([name])
 

@@ -67,15 +67,14 @@ def plan_sweep(
 
 def latest_states(folder: Path) -> dict[str, set[Status]]:
     """Returns by cell key how its implementations ended when it was last measured."""
-    if not folder.is_dir() or not any(folder.glob("session=*")):
+    if not folder.is_dir():
         return {}
-    states: dict[str, set[Status]] = {}
-    query = """SELECT cell_key, status FROM records JOIN
-        (SELECT cell_key, max(session) AS session FROM records GROUP BY cell_key) USING (cell_key, session)"""
+    query = """SELECT cell_key, list(DISTINCT status) FROM records JOIN
+        (SELECT cell_key, max(session) AS session FROM records GROUP BY cell_key) USING (cell_key, session)
+        GROUP BY cell_key"""
     with views(folder) as connection:
-        for key, status in connection.execute(query).fetchall():
-            states.setdefault(key, set()).add(Status[status])
-    return states
+        rows = connection.execute(query).fetchall()
+    return {key: {Status[status] for status in states} for key, states in rows}
 
 
 def run_sweep(

@@ -18,8 +18,8 @@ from pathlib import Path
 from moe_routing_bench.core.text import printable
 from moe_routing_bench.fleet.bundle import SUFFIX as BUNDLE
 from moe_routing_bench.fleet.bundle import TIMED, opened_bundle
-from moe_routing_bench.fleet.objects import url_of
 from moe_routing_bench.report.console import say
+from moe_routing_bench.results.objects import url_of
 from moe_routing_bench.results.read import TRAININGS, is_plain_file, session_folders
 from moe_routing_bench.train.study import STUDY, TIMES, USED
 
@@ -111,9 +111,11 @@ def at_hand(folder: Path, *, rows: bool = False) -> Path:
     needs."""
     if url_of(folder) is None:
         return folder
-    from moe_routing_bench.fleet.mirror import mirror, mirror_rows  # most commands read a folder
+    from moe_routing_bench.fleet.mirror import mirror  # most commands read a folder
 
-    copied = mirror_rows(folder) if rows else mirror(folder)
+    copied = mirror(folder, rows=rows)
+    if rows:
+        return copied.folder  # the query says what was left out
     for sentence in copied.sentences[:MAX_SENTENCES]:
         say(printable(f"{url_of(folder)}: {sentence}"))
     if len(copied.sentences) > MAX_SENTENCES:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -260,20 +260,23 @@ def fold(connection: duckdb.DuckDBPyConnection, source: Source) -> Source:
 def write_rows(path: Path, records: Iterable[Record]) -> None:
     """Writes records for `select_rows`, so that SQL reads only what the schema has checked."""
     with path.open("wb") as file:
-        for record in records:
-            file.write(record.model_copy(update={"repro": command_of(record)}).line())
+        file.writelines(map(row_line, records))
 
 
-def select_rows(rows: Path) -> str:
+def row_line(record: Record) -> bytes:
+    return record.model_copy(update={"repro": command_of(record)}).line()
+
+
+def select_rows(rows: Path, wanted: Sequence[Column] = COLUMNS) -> str:
     nested: dict[str, Any] = {}
-    for column in COLUMNS:
+    for column in wanted:
         *parents, last = column.path.split(".")
         part = nested
         for parent in parents:
             part = part.setdefault(parent, {})
         part[last] = column.type
     types = ", ".join(f"{quoted(name)}: {quoted(_sql_type(inner))}" for name, inner in nested.items())
-    columns = ", ".join(f'{_sql_path(column)} AS "{column.name}"' for column in COLUMNS)
+    columns = ", ".join(f'{_sql_path(column)} AS "{column.name}"' for column in wanted)
     options = f"format = 'newline_delimited', columns = {{{types}}}"
     return f"SELECT {columns} FROM read_json({quoted(rows)}, {options})"
 

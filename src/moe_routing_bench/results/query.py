@@ -1,13 +1,13 @@
 """SQL over a results folder: the views `records` and `latest`, the tables `trainings` and `left_out`.
 
-Rows come from the Parquet copies of parquet.py, from lines that are newer than the copies, or from the files
-of rows.py. A query reads copies of these files in a private folder, which is deleted with the connection. It
-cannot open another file, use the network or change settings, so a query that finds a way to write changes
-nothing. If copying would take long, the query reads the files themselves in a process that cannot write to
-any file. Its time, memory, rows and text are limited.
+Rows come from the Parquet copies of parquet.py, from lines that are newer than the copies, or from the tables
+of a store (tables.py). A query reads copies of local files in a private folder, which is deleted with the
+connection. It cannot open another file, use the network for more than those tables or change settings, so a
+query that finds a way to write changes nothing. If copying would take long, the query reads the files
+themselves in a process that cannot write to any file. Its time, memory, rows and text are limited.
 
 A query reads the columns that it names from all rows, so its time grows linearly:
-`measurements/fleet/growth.json` shows it for 10^6 to 10^8 records. A median needs 8 bytes per row. `latest`
+`measurements/fleet/growth.json` shows it for 10^5 to 10^7 records. A median needs 8 bytes per row. `latest`
 needs a few bytes per cell and the records of cells that were measured more than once.
 """
 
@@ -34,6 +34,7 @@ from moe_routing_bench.core.text import one_line
 from moe_routing_bench.core.whole_files import written_whole
 from moe_routing_bench.results import trainings
 from moe_routing_bench.results.folder import environments
+from moe_routing_bench.results.objects import Objects
 from moe_routing_bench.results.parquet import (
     COLUMNS,
     SMALL_TAIL,
@@ -47,7 +48,7 @@ from moe_routing_bench.results.parquet import (
     write_rows,
 )
 from moe_routing_bench.results.read import TRAININGS, LeftOut, is_plain_file, read_records
-from moe_routing_bench.results.rows import is_rows_copy, usable
+from moe_routing_bench.results.tables import TAIL, reading_of, scan_tables
 
 MEMORY_LIMIT = "2GB"  # DuckDB does not count long texts in it
 MAX_COPIED_BYTES = 1 << 30  # of Parquet files; copying this many takes about a second
@@ -99,8 +100,9 @@ def connect(folder: Path | str) -> Iterator[duckdb.DuckDBPyConnection]:
 def _locked(folder: Path | str) -> Iterator[tuple[duckdb.DuckDBPyConnection, bool]]:
     """Yields a connection and whether it reads only copies."""
     with tempfile.TemporaryDirectory(prefix="mrb-query-") as private:
-        connection, parquets = _open(Path(folder).resolve(), Path(private))
-        allowed = ", ".join(quoted(name) for path in parquets for name in {str(path), glob_free(path)})
+        connection, parquets, tables = _open(Path(folder).resolve(), Path(private))
+        names = [*tables, *(name for path in parquets for name in {str(path), glob_free(path)})]
+        allowed = ", ".join(map(quoted, names))
         for setting in (
             f"allowed_paths = [{allowed}]",
             "enable_external_access = false",
@@ -139,13 +141,13 @@ def _answer(connection: duckdb.DuckDBPyConnection, sql: str) -> Answer:
     except duckdb.InterruptException:
         raise ValueError(f"the query was stopped after {MAX_SECONDS:g} s; ask for less") from None
     except duckdb.OutOfMemoryException as error:
-        raise ValueError(f"the query needs too much memory: {_sentence(error)}") from None
+        raise ValueError(f"the query needs too much memory: {sentence_of(error)}") from None
     except MemoryError:
         raise ValueError("the query needs too much memory; ask for less") from None
     except duckdb.Error as error:
         if "bad_alloc" in str(error):  # seen while DuckDB made the message of another error
             raise ValueError("the query needs too much memory; ask for less") from None
-        raise ValueError(_sentence(error)) from None
+        raise ValueError(sentence_of(error)) from None
     return columns, rows, connection.execute("SELECT lines, sentences FROM left_out").fetchall()
 
 
@@ -268,21 +270,21 @@ def export_csv(folder: Path | str, target: Path | str) -> int:
 def _export(folder: Path | str, target: Path, columns: str, form: str) -> int:
     if not target.parent.is_dir():
         raise ValueError(f"there is no folder {target.parent} to write {target.name} into")
-    connection, _ = _open(Path(folder).resolve(), None)
+    connection, *_ = _open(Path(folder).resolve(), None)
     try:
         with written_whole(target) as part:
             connection.execute(f"COPY (SELECT {columns} FROM records) TO {quoted(part)} ({form})")
         row = connection.execute("SELECT count(*) FROM records").fetchone()
     except duckdb.Error as error:
-        raise ValueError(_sentence(error)) from None
+        raise ValueError(sentence_of(error)) from None
     finally:
         connection.close()
     return int(row[0]) if row else 0
 
 
-def _open(folder: Path, private: Path | None) -> tuple[duckdb.DuckDBPyConnection, list[Path]]:
-    """Opens a connection that is not locked yet, and returns the Parquet files it reads. If the folder
-    `private` is given and the files are small enough, they are copies in it."""
+def _open(folder: Path, private: Path | None) -> tuple[duckdb.DuckDBPyConnection, list[Path], list[str]]:
+    """Opens a connection that is not locked yet, and returns the Parquet files and the tables of a store that
+    it reads. If the folder `private` is given and the files are small enough, they are copies in it."""
     connection = duckdb.connect(
         config={
             "memory_limit": MEMORY_LIMIT,
@@ -295,8 +297,12 @@ def _open(folder: Path, private: Path | None) -> tuple[duckdb.DuckDBPyConnection
     columns = ", ".join(f'"{column.name}" {column.type}' for column in COLUMNS)
     connection.execute(f"CREATE TABLE fresh ({columns})")
     about = LeftOut()
-    if is_rows_copy(folder):
-        parquets = usable(folder, about)
+    tables, far = list[str](), ""
+    if (reading := reading_of(folder)) is not None:
+        parquets, manifest = [folder / TAIL], reading.manifest
+        about = LeftOut(manifest.left_out, list(manifest.sentences), list(reading.remarks))
+        if manifest.tables:
+            far, tables = scan_tables(connection, Objects(reading.url), manifest.tables)
     else:
         parquets = [
             source.parquet
@@ -314,18 +320,20 @@ def _open(folder: Path, private: Path | None) -> tuple[duckdb.DuckDBPyConnection
     rows = f"SELECT {names} FROM fresh"
     if parquets:
         rows += f" UNION ALL SELECT {names} FROM {scan(parquets)}"
+    if far:  # a table of another version may lack a column, and anybody may have written one
+        typed = ", ".join(f'"{column.name}"::{column.type} AS "{column.name}"' for column in COLUMNS)
+        rows = f"SELECT {typed} FROM ({rows} UNION ALL BY NAME SELECT * FROM {far})"
     try:
         connection.execute(
             f"CREATE VIEW records AS SELECT r.*, {', '.join(name for name, _ in JOINED)} FROM ({rows}) r "
             "LEFT JOIN environments e ON r.environment = e.environment"
         )
     except duckdb.Error as error:
-        raise ValueError(
-            f"{_sentence(error)}; delete the records.parquet files: they are only copies"
-        ) from None
+        what = "read the store again" if far else "delete the records.parquet files: they are only copies"
+        raise ValueError(f"{sentence_of(error)}; {what}") from None
     connection.execute(LATEST)
     _add_trainings(connection, folder)
-    return connection, parquets
+    return connection, parquets, tables
 
 
 def _add_trainings(connection: duckdb.DuckDBPyConnection, folder: Path) -> None:
@@ -391,7 +399,9 @@ def _add_left_out(noted: list[tuple[Any, ...]], left_out: LeftOut) -> None:
             left_out.add(sentence, 0)
 
 
-def _sentence(error: duckdb.Error) -> str:
+def sentence_of(error: duckdb.Error) -> str:
     """Returns DuckDB's message without the copy of the query below it."""
     text = re.split(r"\n\s*\n|\nLINE ", str(error))[0]
+    if "Traceback (most recent call last)" in text:  # the store did not give a range
+        text = text.splitlines()[-1]
     return one_line(text, 500) or "the query failed"

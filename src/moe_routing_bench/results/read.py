@@ -11,6 +11,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from moe_routing_bench.results.record import (
     MAX_LINE_BYTES,
@@ -26,6 +27,7 @@ TRAININGS = "trainings.jsonl"  # see training.py
 CUT_OFF = "the last line was cut off while it was written"
 BATCH_RECORDS = 256  # verified against their samples at once
 BATCH_SAMPLES = 1 << 22
+Place = TypeVar("Place")  # where a record stands
 
 
 @dataclass
@@ -61,7 +63,7 @@ def read_records(
         if timed:
             left_out.remarks.append(f"session {session} has no {SAMPLES}: {timed:,} times are not checked")
         return
-    for batch in _batches(_parsed(path, session, left_out, start, stop)):
+    for batch in batches(_parsed(path, session, left_out, start, stop)):
         sentences = whats_wrong(samples, [record for _, record in batch])
         for (where, record), sentence in zip(batch, sentences, strict=True):
             if sentence is None:
@@ -70,9 +72,9 @@ def read_records(
                 left_out.add(f"{where}: {record.record_id}: {sentence}")
 
 
-def _batches(parsed: Iterator[tuple[str, Record]]) -> Iterator[list[tuple[str, Record]]]:
+def batches(parsed: Iterator[tuple[Place, Record]]) -> Iterator[list[tuple[Place, Record]]]:
     """Groups records into batches and keeps the records of a cell together."""
-    batch: list[tuple[str, Record]] = []
+    batch: list[tuple[Place, Record]] = []
     samples = 0
     for where, record in parsed:
         full = len(batch) >= BATCH_RECORDS and batch[-1][1].cell_key != record.cell_key

@@ -33,19 +33,28 @@ Floats: TypeAlias = NDArray[np.float64]
 
 
 def whats_wrong(samples_file: Path, records: Sequence[Record]) -> list[str | None]:
+    """Returns `contradictions` to the samples in a file."""
+    with samples_file.open("rb") as file:
+        timings = [record.timing for record in records]
+        return contradictions(
+            records, [_read(file.fileno(), timing) if timing else b"" for timing in timings]
+        )
+
+
+def contradictions(records: Sequence[Record], samples: Sequence[bytes]) -> list[str | None]:
     """Returns for each record None, or a sentence that says how it contradicts its samples. The records of a
     cell must be given together, because ratios come from paired samples. If one record of a cell is wrong,
     all are."""
     wrong: list[str | None] = [None] * len(records)
     seconds: dict[int, Floats] = {}
-    with samples_file.open("rb") as file:
-        for place, record in enumerate(records):
-            if record.timing is not None:
-                data = _read(file.fileno(), record.timing)
-                if data is None:
-                    wrong[place] = f"its samples in {SAMPLES} were changed after they were written"
-                else:
-                    seconds[place] = np.frombuffer(data, dtype="<f8")
+    for place, (record, data) in enumerate(zip(records, samples, strict=True)):
+        if record.timing is not None:
+            if hashlib.sha256(data).hexdigest() != record.timing.samples.sha256:
+                wrong[place] = "its samples were changed after they were written"
+            elif len(data) != 8 * record.timing.samples.count:
+                wrong[place] = "it has another number of samples"
+            else:
+                seconds[place] = np.frombuffer(data, dtype="<f8")
     by_count: dict[int, list[int]] = defaultdict(list)
     for place, values in seconds.items():
         by_count[len(values)].append(place)
@@ -53,14 +62,16 @@ def whats_wrong(samples_file: Path, records: Sequence[Record]) -> list[str | Non
         for place, sentence in zip(places, _figures(records, seconds, places), strict=True):
             wrong[place] = sentence
     good = [place for place in seconds if wrong[place] is None]
-    for _, cell in groupby(good, lambda place: records[place].cell_key):
+    for _, cell in groupby(good, lambda place: (records[place].cell_key, records[place].session)):
         members = list(cell)
         baselines = [p for p in members if records[p].implementation.role in ("baseline", "beside")]
         for place in members:
             if records[place].comparison is not None:
                 others = [seconds[p] for p in baselines if p != place]
                 wrong[place] = _comparison(records[place], seconds[place], others)
-    for _, same in groupby(range(len(records)), lambda place: records[place].cell_key):
+    for _, same in groupby(
+        range(len(records)), lambda place: (records[place].cell_key, records[place].session)
+    ):
         members = list(same)
         if first := next((records[p].record_id for p in members if wrong[p]), None):
             for place in members:
@@ -68,10 +79,8 @@ def whats_wrong(samples_file: Path, records: Sequence[Record]) -> list[str | Non
     return wrong
 
 
-def _read(fd: int, timing: Timing) -> bytes | None:
-    at = timing.samples
-    data = os.pread(fd, 8 * at.count, at.offset)
-    return data if hashlib.sha256(data).hexdigest() == at.sha256 else None
+def _read(fd: int, timing: Timing) -> bytes:
+    return os.pread(fd, 8 * timing.samples.count, timing.samples.offset)
 
 
 def _figures(

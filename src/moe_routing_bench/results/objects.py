@@ -1,6 +1,6 @@
 """Reads and writes objects at a URL with obstore: file://, S3 (s3://), Google (gs://) or Azure (az://).
 
-A store needs four calls: put an object that does not exist yet, get, list, delete. obstore reads the server
+A store needs few calls: put an object that does not exist yet, get, list, delete. obstore reads the server
 and the keys from the environment, with the names of each provider (AWS_ACCESS_KEY_ID, ...). It refuses a
 server without https unless AWS_ALLOW_HTTP=true.
 """
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,11 +31,11 @@ class StoreError(OSError, ValueError):
 
 @dataclass(frozen=True)
 class Listed:
-    """Listed(name="commits/0f3a-0001.json", size=311, etag='"9b2c"')"""
+    """modified: by the clock of the server."""
 
     name: str
     size: int
-    etag: str
+    modified: datetime
 
 
 def url_of(place: Path | str) -> str | None:
@@ -78,23 +79,23 @@ class Objects:
             raise ValueError(f"{url} cannot be opened: {_first_words(error)}") from None
 
     def put_new(self, name: str, data: bytes) -> bool:
-        """Writes all of it or nothing, and only if there is no such object. Returns False if there is one."""
+        """Writes all of it or nothing, and only if there is no such object. Returns False if there is another
+        one. The same bytes are ours: a request may have succeeded although its answer was lost."""
 
         def put() -> bool:
             try:
                 self._obstore.put(self._store, name, data, mode="create", use_multipart=False)
             except self._exists:
-                return False
+                return bytes(self._obstore.get(self._store, name).bytes()) == data
             return True
 
-        return self._again("write", name, put)
+        try:
+            return self._again("write", name, put)
+        except FileNotFoundError:  # another one was there, and was deleted
+            return False
 
-    def get(self, name: str, *, first: int | None = None) -> bytes:
-        """Returns all of an object, or its first bytes."""
-
+    def get(self, name: str) -> bytes:
         def get() -> bytes:
-            if first is not None:
-                return bytes(self._obstore.get_range(self._store, name, start=0, length=first))
             answer = self._obstore.get(self._store, name)
             if answer.meta["size"] > MAX_OBJECT_BYTES:
                 raise ValueError(f"{name} has {answer.meta['size']:,} bytes, which nothing here has")
@@ -102,12 +103,24 @@ class Objects:
 
         return self._again("read", name, get)
 
+    def get_range(self, name: str, start: int, stop: int) -> bytes:
+        return self._again(
+            "read", name, lambda: bytes(self._obstore.get_range(self._store, name, start=start, end=stop))
+        )
+
+    def exists(self, name: str) -> bool:
+        try:
+            self._again("read", name, lambda: self._obstore.head(self._store, name))
+        except FileNotFoundError:
+            return False
+        return True
+
     def list(self, prefix: str) -> Sequence[Listed]:
         """Returns the objects sorted by name."""
 
         def listed() -> Sequence[Listed]:
             pages = self._obstore.list(self._store, prefix)
-            listed = [Listed(o["path"], o["size"], o["e_tag"] or "") for page in pages for o in page]
+            listed = [Listed(o["path"], o["size"], o["last_modified"]) for page in pages for o in page]
             return sorted(listed, key=lambda found: found.name)
 
         return self._again("list", prefix, listed)
