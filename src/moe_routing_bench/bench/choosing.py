@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import psutil
-import torch
 
 from moe_routing_bench.bench.cores import core_count, idle_count
+from moe_routing_bench.bench.device import why_no_gpu
 from moe_routing_bench.bench.spans.span import (
     Span,
     check_measurable,
@@ -44,12 +44,15 @@ from moe_routing_bench.workloads.experiment import (
     WORKLOAD,
     Experiment,
     ImplementationRef,
+    check_device_name,
+    device_kind,
 )
 from moe_routing_bench.workloads.regret_cases import IMPLEMENTATIONS
 from moe_routing_bench.workloads.workload import check_name
 
 SECONDS = 60.0
-ON_A_GPU = ("gpu-quick",)  # suites that are measured there unless somebody says otherwise
+# suites that are measured there unless somebody says otherwise, and their view
+ON_A_GPU = {"gpu-quick": "cuda_events", "gpu-hour": "cuda_device"}
 LIST = "LIST"  # several values, separated by commas
 Words = list[str] | None  # each may hold several, split at commas
 
@@ -164,11 +167,14 @@ class MeasureOptions:
     def settled(self, suite: str = "", *, adapt: bool = False) -> dict[str, Any]:
         """All axes that say how to measure, by name. With `adapt`, the default uses only cores that are idle
         now. A sweep does not adapt, because it must find the same cells when it is resumed."""
-        device = self.device or ("cuda" if suite.partition("/")[0] in ON_A_GPU else "cpu")
+        usual = ON_A_GPU.get(_suite(suite))
+        device = self.device or ("cuda" if usual else "cpu")
         given = {**defaults_of(Experiment, "how"), **self.axes}
+        check_device_name(device)
+        views = VIEWS[device_kind(device)]
         return given | {
             "device": device,
-            "view": VIEWS.get(device, ("",))[0],
+            "view": self.axes.get("view") or (usual if usual in views else views[0]),
             "threads": chosen_threads(self.threads, adapt),
             "min_rounds": min(given["min_rounds"], given["max_rounds"]),
         }
@@ -365,10 +371,10 @@ def fitted_once(chosen: Sequence[Experiment]) -> list[Experiment]:
 
 
 def check_device(device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
+    if device != "cpu" and (reason := why_no_gpu(device)) is not None:
         raise ArgumentError(
-            "torch finds no GPU here; {device} pretend takes the same steps on the CPU, {device} cpu "
-            "measures the CPU, and `mrb sweep --dry-run` shows what would be done",
+            f"torch finds no GPU here ({reason}); {{device}} pretend takes the same steps on the CPU, "
+            "{device} cpu measures the CPU, and `mrb sweep --dry-run` shows what would be done",
             "device",
         )
 
