@@ -26,7 +26,7 @@ from moe_routing_bench.ops.targets import TARGETS, Target
 from moe_routing_bench.workloads.experiment import CARDS
 
 GIB = 2**30
-SLOW_AFTER = 90  # samples of a process after which the fault `clock` begins
+SLOW_AFTER = 600  # synchronisations of a process after which the fault `clock` begins: about 150 samples
 OTHERS_BYTES = 12 * GIB  # that another process holds, by the fault `shared`
 
 
@@ -102,7 +102,7 @@ class PretendCuda:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         if self.poisoned:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        self.waits += 1  # three for a sample
+        self.waits += 1
 
     def current_stream(self) -> Any:
         return self.Stream()
@@ -156,7 +156,7 @@ class PretendCuda:
             out = run(*args)
             if waits:
                 self.synchronize()
-            if self.fault == "clock" and self.waits > 3 * SLOW_AFTER:
+            if self.fault == "clock" and self.waits > SLOW_AFTER:
                 until = 2 * time.perf_counter() - began
                 while time.perf_counter() < until:
                     pass
