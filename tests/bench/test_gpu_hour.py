@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.fleet.sweep import plan_sweep, run_sweep
 from moe_routing_bench.workloads.cases import cases
 from moe_routing_bench.workloads.gpu_cases import implementations_of, rehearsed, step_of
+from repository import ROOT
 
 STEPS = ["1 right", "2 roofs", "3 founding", "4 models", "5 rivals"]
 
@@ -58,6 +60,16 @@ def test_it_fits_into_an_hour_and_says_the_minutes_of_each_step(
     assert sum(plan["minutes_by_step"].values()) == pytest.approx(plan["about_seconds"] / 60, abs=0.5)
     assert plan["about_seconds"] < 3600
     assert {(e.view, e.device, e.max_seconds) for e in hour("cuda")} == {("cuda_device", "cuda", 20.0)}
+
+
+def test_the_page_names_the_lines_that_differ_on_a_gpu() -> None:
+    text = (ROOT / "docs/gpu.md").read_text()
+    named = re.findall(r"^\| `([\w/]+\.py):(\d+)` `(\w+)` \|", text, re.M)
+    assert len(named) >= 10
+    for file, line, word in named:
+        found = (ROOT / "src/moe_routing_bench" / file).read_text().splitlines()[int(line) - 1]
+        assert re.search(rf"\b{word}\b", found), f"{file}:{line} is not {word}: {found}"
+    assert len(text.split()) <= 1200
 
 
 def test_a_rehearsal_has_every_case_and_is_tiny() -> None:
