@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from command_line import refused
 from moe_routing_bench.bench import budget
@@ -44,6 +45,8 @@ def test_the_thread_of_autograd_is_nobodys_and_the_clock_is_in_the_outcome() -> 
 
 def test_without_a_warm_backward_everything_would_be_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
     """No run on a CPU showed this fault. The worker is another process, so its function is called here."""
+    engine = "_engine_run_backward"
+    monkeypatch.setattr(torch.autograd, engine, getattr(torch.autograd, engine))  # undone afterwards
     cuda = cuda_of("pretend:a100")
     started: list[str] = []
     monkeypatch.setattr("threading.Thread.start", lambda self: started.append("thread"))

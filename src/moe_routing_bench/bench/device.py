@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_routing_bench.bench.clock import Clock, DeviceClock, EventClock, GraphClock, HostClock, ProfilerClock
+from moe_routing_bench.bench.pretend import pretended
 from moe_routing_bench.workloads.experiment import device_kind
 
 OTHERS_BYTES = 2 * 2**30  # a process that computes holds more; a display and our own context hold less
@@ -22,11 +23,7 @@ def memory_place(device: str) -> str:
 
 def cuda_of(device: str) -> Any:
     """torch.cuda, or the stand-in for a pretended device."""
-    if device_kind(device) != "pretend":
-        return torch.cuda
-    from moe_routing_bench.bench.pretend import pretended  # nothing of a real measurement depends on it
-
-    return pretended(device)
+    return pretended(device) if device_kind(device) == "pretend" else torch.cuda
 
 
 def clock_for(device: str, view: str, *, ours: bool = True) -> Clock:

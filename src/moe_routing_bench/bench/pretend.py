@@ -26,6 +26,7 @@ from moe_routing_bench.ops.targets import TARGETS, Target
 from moe_routing_bench.workloads.experiment import CARDS
 
 GIB = 2**30
+ENGINE = "_engine_run_backward"  # what every backward calls
 SLOW_AFTER = 600  # synchronisations of a process after which the fault `clock` begins: about 150 samples
 OTHERS_BYTES = 12 * GIB  # that another process holds, by the fault `shared`
 
@@ -52,7 +53,7 @@ assert tuple(_KNOWN) == CARDS
 @cache
 def pretended(device: str) -> PretendCuda:
     """The one stand-in of this process for a device such as pretend, pretend:a100 or pretend:a100:driver."""
-    _, card, fault = (*device.split(":"), "", "")[:3]
+    _, card, fault = (*device.split(":", 2), "", "")[:3]
     return PretendCuda(_KNOWN[card or CARDS[0]], *fault.partition("@")[::2])
 
 
@@ -134,7 +135,7 @@ class PretendCuda:
 
     def start(self) -> None:
         """From here on the first backward starts a thread that stays, as autograd's engine does for a GPU."""
-        plain, started = torch.autograd._engine_run_backward, threading.Event()  # type: ignore[attr-defined]
+        plain, started = getattr(torch.autograd, ENGINE), threading.Event()
 
         def with_thread(*args: Any, **options: Any) -> Any:
             if not started.is_set():
@@ -142,7 +143,7 @@ class PretendCuda:
                 threading.Thread(target=threading.Event().wait, daemon=True).start()
             return plain(*args, **options)
 
-        torch.autograd._engine_run_backward = with_thread  # type: ignore[attr-defined]
+        setattr(torch.autograd, ENGINE, with_thread)
 
     def computing(self, run: Callable[..., Any], name: str, *, waits: bool) -> Callable[..., Any]:
         """An implementation as this device runs it: with the planted fault, if it is the victim. waits: it
