@@ -62,7 +62,7 @@ def test_each_device_has_its_clock() -> None:
     assert clock_for("cuda", "cuda_events") == EventClock(cuda=torch.cuda)
     assert clock_for("cuda", "cuda_graph") == GraphClock(cuda=torch.cuda)
     assert clock_for("cuda", "cuda_device") == DeviceClock(cuda=torch.cuda)
-    assert clock_for("cuda", "cuda_device", ours=False) == EventClock(cuda=torch.cuda)
+    assert clock_for("cuda", "cuda_device", replayable=False) == EventClock(cuda=torch.cuda)
     assert clock_for("cuda", "host_wall") == HostClock("cuda")
     assert clock_for("cpu", "host_wall") == HostClock("cpu")
     seconds = clock_for("pretend", "cuda_events").span([lambda: torch.ones(1000).sum()])

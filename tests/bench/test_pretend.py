@@ -43,6 +43,12 @@ def test_the_thread_of_autograd_is_nobodys_and_the_clock_is_in_the_outcome() -> 
     assert all((one.launch_seconds or 0) > 0 for one in outcome.implementations)
 
 
+def test_a_backward_alone_is_made_once_and_timed_between_events() -> None:
+    outcome = measured("pretend:h100", direction="backward")
+    assert states(outcome) == [Status.PASSED] * 2, [one.reason for one in outcome.implementations]
+    assert {one.clock for one in outcome.implementations} == {"events"}
+
+
 def test_without_a_warm_backward_everything_would_be_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
     """No run on a CPU showed this fault. The worker is another process, so its function is called here."""
     engine = "_engine_run_backward"

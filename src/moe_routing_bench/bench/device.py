@@ -26,15 +26,16 @@ def cuda_of(device: str) -> Any:
     return pretended(device) if device_kind(device) == "pretend" else torch.cuda
 
 
-def clock_for(device: str, view: str, *, ours: bool = True) -> Clock:
-    """Code from outside, which is not `ours`, is timed between events and never by a graph: the parent's
-    clock must agree, and it cannot tell a capture from hidden work."""
+def clock_for(device: str, view: str, *, replayable: bool = True) -> Clock:
+    """replayable: the calls may be made several times, and a graph may replay them. Others are timed between
+    events: a backward alone, which can be made once, and code from outside, because the parent's clock must
+    agree and cannot tell a capture from hidden work."""
     if view == "host_wall":
         return HostClock(device)
     cuda = cuda_of(device)
     if view == "profiler_span":
         return ProfilerClock(cuda=cuda)
-    if view == "cuda_events" or not ours:
+    if view == "cuda_events" or not replayable:
         return EventClock(cuda=cuda)
     return GraphClock(cuda=cuda) if view == "cuda_graph" else DeviceClock(cuda=cuda)
 

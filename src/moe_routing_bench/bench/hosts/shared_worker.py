@@ -95,7 +95,6 @@ class _Worker:
         self.weights_in_use = self.inputs.weights if self.span.weights else None
         self._callers: dict[int, Caller] = {}
         self._clocks: dict[int, Clock] = {}  # a graph captures the calls of some implementations only
-        self._place = 0
         self._timed: list[Any] = []
         self._kept: list[Any] = []
         self._kept_args: Mapping[str, Any] = {}
@@ -144,7 +143,7 @@ class _Worker:
     ) -> dict[str, Any]:
         """Prepare a sample: new inputs, and caches as the policy says. keep: the call whose result will be
         handed over, -1 for none. warm: hot caches need a call before. poison: new memory holds nonsense."""
-        self._place = place
+        self._clock = self._clock_of(place)
         made = [self._call(place, first + c, (step + c) % ROUTINGS) for c in range(calls)]
         self._kept, self._kept_args, self._poison = [], made[keep][1], poison
         if keep >= 0:
@@ -175,8 +174,7 @@ class _Worker:
     def go(self) -> dict[str, Any]:
         """Run the timed span. The parent's clock also times this request."""
         with poisoned_memory() if self._poison else nullcontext():
-            clock = self._clock(self._place)
-            seconds = clock.span(self._timed)
+            seconds, clock = self._clock.span(self._timed), self._clock
             return {"seconds": seconds, "used": clock.used, "launch_seconds": clock.launch_seconds}
 
     def hand_over(self, place: int, name: str) -> dict[str, Any]:
@@ -202,7 +200,8 @@ class _Worker:
         _, args = self._call(place, number, step)
         seconds = {}
         for name, stage in self.span.stages(self.experiment.implementations[place], self.inputs, args):
-            seconds[name] = clock_for(self.experiment.device, self.experiment.view).span([stage])
+            clock = clock_for(self.experiment.device, self.experiment.view, replayable=False)
+            seconds[name] = clock.span([stage])
         return {"stages": seconds}
 
     def weights(self) -> dict[str, Any]:
@@ -229,10 +228,12 @@ class _Worker:
             self._callers[place] = Caller(self.span, built, self.experiment.direction)
         return self._callers[place]
 
-    def _clock(self, place: int) -> Clock:
+    def _clock_of(self, place: int) -> Clock:
         if place not in self._clocks:
-            ours = all(map(is_ours, self.span.origins(self.experiment.implementations[place].name)))
-            self._clocks[place] = clock_for(self.experiment.device, self.experiment.view, ours=ours)
+            experiment = self.experiment
+            ours = all(map(is_ours, self.span.origins(experiment.implementations[place].name)))
+            replayable = ours and experiment.direction != "backward"
+            self._clocks[place] = clock_for(experiment.device, experiment.view, replayable=replayable)
         return self._clocks[place]
 
 
