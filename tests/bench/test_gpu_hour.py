@@ -7,8 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from command_line import mrb_json
+from command_line import mrb_json, refused
 from moe_routing_bench.bench import choosing
 from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.choosing import MeasureOptions, SizeOptions, WhatOptions, sweep_experiments
@@ -98,6 +99,17 @@ def test_what_ran_out_of_time_is_not_done(tmp_path: Path) -> None:
     assert {o.status for o in outcome.implementations} == {Status.NO_TIME}
     plan = plan_sweep([one], tmp_path, executor=OverAtOnce())
     assert plan.todo == (one,) and not plan.done
+
+
+def test_a_quick_check_takes_the_first_case_alone() -> None:
+    words = ("check", "--op", "combine", "--impl", "index_add", "--dtype", "float32")
+    quick, all_of_it = mrb_json(*words, "--quick")["passed"], mrb_json(*words)["passed"]
+    assert 0 < quick < all_of_it / 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_warming_needs_a_gpu() -> None:
+    assert "no GPU" in refused("gpu", "compile", "--warm")
 
 
 @pytest.mark.slow

@@ -119,7 +119,8 @@ class GraphClock:
     def _capture(self, calls: Sequence[Call]) -> Any:
         side = self.cuda.Stream()
         side.wait_stream(self.cuda.current_stream())
-        with self.cuda.stream(side):  # lazy initialisation must not be captured
+        with self.cuda.stream(side):
+            launched(calls)  # lazy initialisation must not be captured, nor new memory count as launching
             self.launch_seconds = launched(calls)
         self.cuda.current_stream().wait_stream(side)
         graph = self.cuda.CUDAGraph()
