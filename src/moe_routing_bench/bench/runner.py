@@ -69,10 +69,8 @@ OnProgress = Callable[[Progress], None]
 WorkAndLoad = tuple[Cost, Load]  # for one ImplementationRef.question
 Floors = Mapping[ImplementationRef, float | None]
 ROUNDS_TO_RANK = 5
-SLOWED, ROUNDS_TO_SLOW = (
-    1.5,
-    20,
-)  # times as long in a quarter of so many rounds: noise is not so large so long
+SLOWED = 1.5  # times as long in a quarter of the rounds or more: noise is not so large for so long
+ROUNDS_TO_SLOW = 20  # fewer do not show it
 OVER = "the time was over before this case; --seconds gives more"
 
 

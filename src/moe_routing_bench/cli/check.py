@@ -29,7 +29,7 @@ def check_command(
         typer.Option(metavar="RANGE", help="Show for which numbers of tokens it is correct: 1-512."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Only the first case of each implementation; a minute on a GPU.")
+        bool, typer.Option("--quick", help="Only the first case of each implementation.")
     ] = False,
     as_json: Json = False,
     verbose: Annotated[

@@ -56,8 +56,8 @@ def compile_command(
         typer.Option("--warm", help="Instead, build all that gpu-hour needs on the GPU of this machine."),
     ] = False,
     jobs: Annotated[
-        int, typer.Option(min=1, help="With --warm: processes at a time. Default: one for each core.")
-    ] = os.cpu_count() or 1,
+        int, typer.Option(min=1, help="With --warm: processes at a time; each holds up to 3 GiB of the GPU.")
+    ] = min(8, os.cpu_count() or 1),
     as_json: Json = False,
     include_path: IncludePath = None,
 ) -> None:

@@ -44,7 +44,7 @@ NAMES = ("gather_sum", "index_add", "embedding_bag")
 
 def rehearse_command(
     card: Annotated[str, typer.Argument(help=f"The GPU to pretend: {', '.join(CARDS)}.")] = CARDS[0],
-    out: Annotated[Path, typer.Option(help="The results folder; a page is written beside it.")] = Path(
+    out: Annotated[Path, typer.Option(help="The results folder; its page is report.html.")] = Path(
         "rehearsal"
     ),
     as_json: Json = False,

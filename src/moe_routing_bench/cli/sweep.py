@@ -63,7 +63,7 @@ def sweep_command(
       mrb sweep olmoe-1b-7b~scaled --out results --workload "uniform,zipf(1.2)"
       mrb sweep layer --tokens 128,512 --experts 32,64 --topk 1,2 --out results
       mrb sweep seed-grid~scaled --out results --layout "compact,block(64)"
-      mrb sweep gpu-hour --out gpu            needs a GPU; takes under an hour
+      mrb sweep gpu-hour --out gpu            needs a GPU; planned for an hour
       mrb sweep seed-grid --out part1 --shard 1/2        then `mrb results merge`
       mrb sweep seed-grid --out s3://bucket/runs --claim    on any number of machines
       mrb sweep seed-grid --out results --engine "ray(gpu=h100)"
