@@ -25,13 +25,14 @@ def key_of(experiment: Experiment) -> str:
 
 
 class MadeUp:
-    """measured: the names of the cells that were run, in order. failing: T of cells whose second crashes."""
+    """measured: the names of the cells that were run, in order. failing: T of cells whose second crashes.
+    twin: with one of each baseline."""
 
     name = "made up"
 
-    def __init__(self, *, failing: Sequence[int] = ()):
+    def __init__(self, *, failing: Sequence[int] = (), twin: bool = False):
         self.measured: list[str] = []
-        self.failing = failing
+        self.failing, self.twin = failing, twin
 
     def keys(self, cells: Sequence[Experiment]) -> list[set[str]]:
         return [{key_of(experiment)} for experiment in cells]
@@ -41,5 +42,5 @@ class MadeUp:
             self.measured.append(experiment.title)
             T = experiment.T
             second = "CRASHED" if T in self.failing else T * 2e-4
-            made = an_outcome(T * 1e-4, second, implementations=IMPLEMENTATIONS, T=T)
+            made = an_outcome(T * 1e-4, second, implementations=IMPLEMENTATIONS, T=T, twin=self.twin)
             yield replace(made, identity=replace(made.identity, key=key_of(experiment)))

@@ -9,7 +9,7 @@ from moe_routing_bench.bench.identity import Identity
 from moe_routing_bench.bench.noise import NoiseDuring, noise_now
 from moe_routing_bench.bench.outcome import CellOutcome, ImplementationOutcome
 from moe_routing_bench.bench.status import Status
-from moe_routing_bench.bench.verdict import compare
+from moe_routing_bench.bench.verdict import Paired, compare, compare_cell
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.load import LoadStatistics
 from moe_routing_bench.core.shapes import MoEShape
@@ -27,10 +27,14 @@ def an_outcome(
     direction: str = "forward",
     workload: str = "zipf(1.2)",
     cost: Cost = COST,
+    twin: bool = False,
     **sizes: int,
 ) -> CellOutcome:
     """Each implementation has its time in seconds, or its failed status; the first with a time is the
-    baseline."""
+    baseline.
+
+    twin: as the runner has it, with a twin of the baseline and the statistics of the whole cell
+    """
     shape = MoEShape(**{"T": 100, "D": 64, "F": 32, "E": 8, "K": 2, **sizes})
     name = f"own/{shape.T}x{shape.D}-e{shape.E}-k{shape.K}"
     case = Experiment(case=name, span=span, **vars(shape), dtype="float32", direction=direction)
@@ -50,6 +54,8 @@ def an_outcome(
             about["peak_rss_bytes"] = 300 * 2**20
             base = base or samples
         found.append(ImplementationOutcome(implementation=implementation, label=label, cost=cost, **about))
+    if twin:
+        found = _with_twin(found)
     hashes = dict.fromkeys(implementations, HASH)
     identity = Identity(key=HASH, harness=HASH, contracts=hashes, sources=hashes)
     now = noise_now()
@@ -57,3 +63,12 @@ def an_outcome(
         experiment=experiment, identity=identity, outcomes=tuple(found), rounds=ROUNDS + 1, aa_floor=0.001,
         routing_checksum=HASH, weather=NoiseDuring(before=now, after=now), stop_reason="precision reached",
     )  # fmt: skip
+
+
+def _with_twin(found: list[ImplementationOutcome]) -> list[ImplementationOutcome]:
+    base = next(one for one in found if one.samples)
+    twin = replace(base, role="twin", samples=tuple(1.001 * one for one in base.samples))
+    timed = [one for one in [*found, twin] if one.samples and one is not base]
+    *pairs, last = (Paired(own=one.samples, against=base.samples) for one in timed)
+    compared = dict(zip(map(id, timed), compare_cell(pairs, last), strict=True))
+    return [replace(one, comparison=compared.get(id(one))) for one in [*found, twin]]

@@ -29,12 +29,14 @@ def document(**changes: Any) -> dict[str, Any]:
         "experiment": {
             "span": "expert_ffn", "direction": "forward", "case": "seed-fused/32x7168~scaled", "T": 32,
             "D": 1792, "F": 64, "E": 64, "K": 8, "W": 1, "dtype": "float32", "store": "",
-            "activation": "swiglu", "bias": False, "shared_F": 0, "heads": 0, "sequences": 1,
-            "layout": "compact", "weights": True, "checkpoint": "", "checkpoint_layer": 0,
+            "activation": "swiglu", "bias": False, "shared_F": 0, "heads": 0, "kv_heads": 0, "sequences": 1,
+            "context": 0, "causal": True, "window": 0, "rotary": False, "layout": "compact",
+            "weights": True, "checkpoint": "", "checkpoint_layer": 0,
             "scaled_from": "seed-fused/32x7168", "workload": "zipf(1.2)", "seed": 0, "device": "cpu",
-            "threads": 1, "cache": "hot", "view": "host wall", "processes": 1, "max_rounds": 1000,
+            "threads": 1, "cache": "hot", "view": "host_wall", "processes": 1, "max_rounds": 1000,
             "min_rounds": 20, "max_seconds": 60.0, "target": 0.01, "step_seconds": 120.0,
-            "memory_gib": 12.0, "checked": 3, "stages": False, "sandbox": False, "all": False,
+            "memory_gib": 12.0, "checked": 3, "stages": False, "sandbox": False, "trust": False,
+            "all": False,
             "implementations": [
                 {"name": name, "layout": "compact", "router": "", "layer": "", "frozen": False}
                 for name in ("eager_loop", "staged")

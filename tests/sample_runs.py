@@ -63,7 +63,11 @@ def add_cell(
             "implementation__spec": name,
             "implementation__source_hash": content_hash((sources or {}).get(name, name)),
             "implementation__layout": (layouts or {}).get(name, "compact"),
-            "repro": f"mrb bench expert_ffn --impl {name}",
+            "experiment__implementations": [
+                {"name": one, "layout": "compact", "router": "", "layer": "", "frozen": False}
+                for one in dict.fromkeys((names[0], name))
+            ],
+            "repro": "what the file says is not shown",
             **changes,
             **(each or {}).get(name, {}),
         }

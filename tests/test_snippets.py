@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from documents import Command, Python, commands, file_named, pythons
 from engine_routes import routes, saved, sglang, text, vllm
 from many_runs import WITH_SOURCE
 from moe_routing_bench.cli import command_of, today
+from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.paths import default_results
 from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.workloads.trace import write_trace
@@ -33,6 +35,8 @@ from sample_runs import make_run
 from timing import in_time
 
 MINUTES = "minutes of timing"
+MACHINE = this_machine()
+HERE = {**WITH_SOURCE, "machine": {**asdict(MACHINE), **WITH_SOURCE["machine"], "name": MACHINE.name}}
 NOT_RUN = {
     r"pip |python -m venv|\. |make ": "installs, or runs this test suite",
     r"(MRB_VLLM=1 )?vllm |LOCAL_KERNELS": "needs vLLM or kernels; measurements/models has the transcripts",
@@ -45,11 +49,13 @@ NOT_RUN = {
     r"mrb sweep (?!.*--dry-run)": "minutes to hours; the records are in measurements/records",
     r"mrb train study": "half an hour and more; the runs are in measurements/training",
     r".*kt_kernel": "needs kt-kernel; measurements/cpu/kt.txt has the transcript",
-    r".*--checkpoint|mrb model trace record|mrb model kernels": "needs a model; tests/models has small ones",
+    r".*--checkpoint|mrb model (trace record|kernels|freeze)": "needs a model; tests/models has small ones",
+    r"mrb bundle make": "test_bundle.py does: records that are made up here do not follow from their samples",
     r"mrb results report measurements": "a minute; test_report.py reads the same records",
     r"mrb doctor": "minutes, and it wants the machine for itself",
     r"mrb bench .*(qwen3-30b|olmoe|mixtral|seed-|--full)|mrb (bench block|model profile)": MINUTES,
     r"mrb bench layer (--router|--tokens (512|1024))|mrb bench (expert_ffn|parallel)": MINUTES,
+    r"mrb tune (layer|op) ": MINUTES,
     r"mrb check$": "half an hour; a step of .ci/run",
     r"bash measurements/parallel": "minutes of training; what it printed is beside it",
     r"mrb .*(s3|gs|az)://": "needs an object store; test_fleet_s3.py has one",
@@ -91,14 +97,14 @@ ALL = commands()
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # commands that name no folder read what `mrb bench` saved
-    make_run(default_results(), {"staged": 1.0, "native": 0.5}, environment=WITH_SOURCE)
+    make_run(default_results(), {"staged": 1.0, "native": 0.5}, environment=HERE)
     return furnish(tmp_path_factory.mktemp("documents"))
 
 
 def furnish(folder: Path) -> Path:
     """Puts everything that the commands name into a folder."""
     for name in ("results", "before", "after", "fleet", "part1", "part2", "part3", "part4", "gpu"):
-        make_run(folder / name, {"staged": 1.0, "native": 0.5}, seed=len(name), environment=WITH_SOURCE)
+        make_run(folder / name, {"staged": 1.0, "native": 0.5}, seed=len(name), environment=HERE)
     for name in ("routers", "layers"):
         shutil.copytree(ROOT / "measurements" / "training" / name, folder / name)
     _write(folder / "t.safetensors", 128, 8, T=8192)

@@ -162,7 +162,7 @@ def test_doctor_names_nodes_if_there_are_several(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("moe_routing_bench.cli.doctor.system_nodes", lambda: TWO)
     assert "2 of memory, processors 0-1,4-5;2-3,6-7" in mrb("doctor").stdout
     monkeypatch.setenv("MRB_NODES", "0-1;2-3")
-    assert "kernels mind 0-1;2-3" in " ".join(mrb("doctor").stdout.split())
+    assert "kernels use 0-1;2-3" in " ".join(mrb("doctor").stdout.split())
     assert mrb_json("doctor")["nodes"] == {"system": "0-1,4-5;2-3,6-7", "used": "0-1;2-3"}
     monkeypatch.setenv("MRB_NODES", "0-1;2-")
     assert "'2-' is no number" in refused("doctor")

@@ -53,6 +53,8 @@ TESTS = {
     "topk": "test_routing_kernels.py",
     "score_topk": "test_routing_kernels.py",
     "make_plan": "test_routing_kernels.py",
+    "attention": "test_dense_kernels.py",
+    "rms_norm": "test_dense_kernels.py",
 }
 FAR = "test_far_kernels.py"  # places past 2^31, of all kernels
 # these start processes of their own, which do not run on the CPU

@@ -81,7 +81,8 @@ from moe_routing_bench.results.parquet import COLUMNS, quoted
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
 from moe_routing_bench.results.read import LeftOut
 from moe_routing_bench.results.record import Record, RecordPart
-from moe_routing_bench.results.remeasure import experiment_of, measurable
+from moe_routing_bench.results.remeasure import experiment_of
+from moe_routing_bench.results.repeating import measurable
 from moe_routing_bench.results.trainings import Training, read_trainings
 from moe_routing_bench.routers.router import without_included
 from moe_routing_bench.train.loop import Event, Stepped
@@ -345,16 +346,18 @@ def measure(
     experiments: Sequence[Experiment], out: Path | None, *, suite: str = "", seconds: float,
     roofs: Roofs | None = None, began: float | None = None, progress: bool | None = None,
     on_outcome: OnOutcome = lambda outcome: None,
+    complete: Callable[[CellOutcome], CellOutcome] = lambda outcome: outcome,
 ) -> Results:  # fmt: skip
     """Measure all experiments in so many seconds from `began` on. Without `out` the records are kept as long
-    as the results are."""
+    as the results are. complete adds to an outcome before it is written."""
     sessions: list[str] = []
     with ExitStack() as stack:
         folder = temporary_folder(stack) if out is None else out
         executor = LocalExecutor(Budget(seconds, began))
         source = partial(
-            run_sweep, experiments, folder, executor, suite=suite, roofs=roofs, on_session=sessions.append
-        )
+            run_sweep, experiments, folder, executor, suite=suite, roofs=roofs, on_session=sessions.append,
+            complete=complete,
+        )  # fmt: skip
         outcomes = collected(source, len(experiments), progress=progress, on_outcome=on_outcome)
         selection = dict.fromkeys(sessions) if out is not None else None
         return Results(

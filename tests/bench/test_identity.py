@@ -198,6 +198,7 @@ CANNOT_MATTER = {
     "moe/presets.py": "routers by the names of models; an implementation names the rule",
     "moe/statistics.py": "describes a routing afterwards",
     "moe/forward.py": "the layer for readers; no timed call runs it",
+    "tuning/": "which settings are timed next; each race is a cell of its own",
     "train/": "trains models, which no cell does",
     "workloads/serving.py": "reads what engines recorded",
     "workloads/trace_": "describes, checks and compares traces",

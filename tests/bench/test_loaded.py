@@ -37,6 +37,11 @@ LOADS = {
     "json": "factor = json.loads((WHERE / 'parts.json').read_text())['factor']",
     "library": "ctypes.CDLL(str(WHERE / 'libparts.so'))\nfactor = 1.0",
 }
+# and a worker that says it loaded nothing: the system knows better
+LOADS["library, denied"] = (
+    LOADS["library"] + "\nfrom moe_routing_bench.bench import loaded\n"
+    "loaded.LoadedFiles.found = lambda self: []"
+)
 
 
 def helpers(folder: Path, factor: float = 1.0) -> None:

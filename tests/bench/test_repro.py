@@ -29,7 +29,7 @@ CELL = replace(OWN, workload="zipf(1.2)", implementations=(ImplementationRef(nam
 ANOTHER: dict[str, Any] = {
     "threads": 2, "cache": "cold", "device": "pretend", "target": 0.05, "min_rounds": 30, "max_rounds": 500,
     "max_seconds": 33.5, "processes": 2, "step_seconds": 7.0, "memory_gib": 3.5, "checked": 5,
-    "stages": True, "sandbox": True, "all": True,
+    "stages": True, "sandbox": True, "trust": True, "all": True,
 }  # fmt: skip
 
 
@@ -46,7 +46,10 @@ CELLS = {
     "store": replace(CELL, case=f"{OWN.case}-int8", store="int8"),
     "named": of_case(cases("seed-fused/32x8192x6144")[0]),
     "named, other dtype": of_case(replace(cases("seed-fused/1x7168x256")[0], dtype="bfloat16")),
-    "block": of_case(cases("seed-moe-block/4x64~scaled")[0], replace(ROUTED, name="ours")),
+    # blocks are always timed in stages
+    "block": of_case(
+        replace(cases("seed-moe-block/4x64~scaled")[0], stages=True), replace(ROUTED, name="ours")
+    ),
     "attention": of_case(cases("seed-attention/bert-128-float32")[0], PLAIN),
     "attention, own sizes": of_case(HEADS, PLAIN),
     "frozen": of_case(OWN, ImplementationRef(name="native", frozen=True)),

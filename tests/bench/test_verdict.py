@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from moe_routing_bench.bench.verdict import (
     OPEN,
+    Paired,
     aa_floor,
     compare,
+    compare_cell,
     compare_cells,
     precision_reached,
     regret,
@@ -302,3 +304,32 @@ def test_intervals_and_p_values_are_scipys(rounds: int) -> None:
         assert found.interval == tuple(ends)
         method = "exact" if rounds <= 50 else "auto"
         assert found.p_value == stats.wilcoxon(log, zero_method="zsplit", method=method).pvalue
+
+
+def test_faster_must_hold_against_both_copies_of_the_baseline():
+    base, fast = [1.0, 1.1, 1.05, 1.02] * 8, [0.5, 0.55, 0.52, 0.51] * 8
+    twin = Paired(own=[1.01 * t for t in base], against=base)
+    (found, _) = compare_cell([Paired(own=fast, against=base, elsewhere=base)], twin)
+    assert found.verdict == "FASTER"
+    quick = [0.4, 0.44, 0.42, 0.41] * 8
+    (found, _) = compare_cell([Paired(own=fast, against=base, elsewhere=quick)], twin)
+    assert found.verdict == "UNDECIDED" and "not faster" in found.reason
+
+
+def test_the_twin_counts_only_for_processes_like_its_own():
+    base, same = [1.0, 1.1, 1.05, 1.02] * 8, [1.025, 1.1275, 1.07625, 1.0455] * 8
+    noisy = Paired(own=[1.2 * t for t in base], against=base)
+    shared, apart, twin = compare_cell(
+        [Paired(own=same, against=base), Paired(own=same, against=base, isolated=True)], noisy
+    )
+    assert shared.aa_floor == twin.aa_floor == pytest.approx(0.2) and apart.aa_floor == 0.0
+    assert (shared.verdict, apart.verdict) == ("UNDECIDED", "SAME")  # within 3 % of 1, as two processes are
+
+
+def test_code_that_nothing_holds_is_not_called_faster():
+    base, fast = [1.0, 1.1, 1.05, 1.02] * 8, [0.5, 0.55, 0.52, 0.51] * 8
+    twin = Paired(own=[1.01 * t for t in base], against=base)
+    free = Paired(own=fast, against=base, isolated=True, trusted=False)
+    found, slow, _ = compare_cell([free, replace(free, own=base, against=fast)], twin)
+    assert found.verdict == "UNDECIDED" and "--trust" in found.reason
+    assert slow.verdict == "SLOWER"

@@ -17,6 +17,7 @@ from child_process import python
 from command_line import mrb, mrb_json, refused
 from moe_routing_bench import cli
 from moe_routing_bench.cli import GROUPS, RENAMED, all_names, command_of, today
+from moe_routing_bench.core import fork_server
 from moe_routing_bench.models import decoder
 from moe_routing_bench.ops import hf
 from moe_routing_bench.ops.preference import machine_of
@@ -488,7 +489,7 @@ def test_workers_import_transformers_beside_the_planning_if_they_need_it(
     monkeypatch: pytest.MonkeyPatch,
 ):
     asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(cli, "start_server", lambda *more: asked.append(more))
+    monkeypatch.setattr(fork_server, "start_server", lambda *more: asked.append(more))
     monkeypatch.setattr(cli, "app", lambda: None)
     commands = {
         "bench layer --model olmoe-1b-7b": True,

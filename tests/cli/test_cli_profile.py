@@ -54,6 +54,24 @@ def test_profile_shows_a_table_each_the_shares_and_who_is_right(tmp_path: Path) 
     ) == 6  # with the baseline's twin
 
 
+@pytest.mark.parametrize(
+    ("name", "impl"), [("attention", "plain,sdpa"), ("decoder", "torch,ours"), ("block", "ours(impl=staged)")]
+)
+def test_profile_of_another_span_is_in_its_records(name: str, impl: str, tmp_path: Path) -> None:
+    words = [*SIZES, *QUICK, "--heads", 2, "--activation", "gelu", "--impl", impl, "--calls", 2, "--rows", 3]
+    text = mrb("model", "profile", name, *words, "--out", tmp_path).stdout
+    assert text.count("self CPU %") == impl.count(",") + 1 and "one call under the profiler" in text
+    for record in iterate(tmp_path):
+        profiled = record.implementation.role != "twin"
+        assert record.experiment.span == name and len(record.profile) == (3 if profiled else 0)
+        assert all(one.seconds >= one.self_seconds > 0 for one in record.profile.values())
+
+
+def test_a_profile_without_a_time_fails(tmp_path: Path) -> None:
+    words = [*SIZES, *QUICK, "--heads", 2, "--impl", "sdpa_folded", "--calls", 2, "--out", tmp_path]
+    assert "not timed" in mrb("model", "profile", "attention", *words, code=1).stderr
+
+
 def test_profile_in_json_and_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--impl", "hand-ordered,staged", "--calls", 2]
     (experiment,) = mrb_json("model", "profile", *SIZES, *QUICK, *words)
@@ -183,12 +201,13 @@ def test_device_columns_appear_when_a_device_worked() -> None:
     route.device_time_total = 500
     average = SimpleNamespace(
         key="aten::mm", count=2, self_cpu_time_total=5.0, cpu_time_total=6.0, self_device_time_total=7e6,
-        device_time_total=8.0,
+        device_time_total=8.0, self_cpu_memory_usage=3, self_device_memory_usage=4,
     )  # fmt: skip
     one = read_profile([average], [call, route], calls=2, width=32)
     assert one.shares == {"route": 0.5, "python": 0.5} and one.seconds == pytest.approx(50e-6)
     table = operations_table(one, rows=5)
     assert [column.header for column in table.columns][4:6] == ["self CUDA", "CUDA total"]
+    assert one.rows[0].memory_bytes == 7 and one.operations(1)["aten::mm"].device_seconds == 4e-6
 
 
 def test_nvtx_ranges_are_opened_around_every_stage() -> None:

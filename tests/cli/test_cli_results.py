@@ -68,7 +68,7 @@ def test_compare_shows_a_table_and_a_summary(
     rows = [line.split() for line in text.splitlines() if "| compact" in line]
     assert [row[4] for row in rows] == ["eager_loop", "staged"]  # least ratio first
     assert "SLOWER" in rows[1] and "1 SLOWER" in text and "of 2 ratios 1.0" in text
-    assert "not interleaved" in text and "1 by times" in text
+    assert "not interleaved" in text and "by times alone: 1" in text
     document = mrb_json("results", "compare", a, b)
     assert document["counts"]["SLOWER"] == 1 and document["compared"] == 2
     assert document["changes"][1]["method"] == "ratio to baseline"
@@ -90,7 +90,7 @@ def test_the_gate_stays_open_for_the_same_code(a: Path, tmp_path: Path) -> None:
 def test_the_gate_closes_on_a_confirmed_regression(a: Path, tmp_path: Path) -> None:
     b = other(tmp_path, {"eager_loop": 1.0, "staged": 0.84})
     text = mrb("results", "gate", "--baseline", a, b, "--max-regression", "3%", code=1).stdout
-    assert "3 %" in text and "mrb bench expert_ffn --impl staged" in text
+    assert "3 %" in text and "mrb bench expert_ffn" in text and "--impl 'staged @ compact'" in text
     assert "gate: failed: 1 slower, 0 broken" in text
     mrb("results", "gate", "--baseline", a, b, "--max-regression", "10%")
     document = mrb_json("results", "gate", "--baseline", a, b, code=1)
@@ -100,7 +100,7 @@ def test_the_gate_closes_on_a_confirmed_regression(a: Path, tmp_path: Path) -> N
 def test_the_gate_closes_on_what_broke(a: Path, tmp_path: Path) -> None:
     b = other(tmp_path, {"eager_loop": 1.0, "staged": "WRONG_VALUE"})
     text = mrb("results", "gate", "--baseline", a, b, code=1).stdout
-    assert "WRONG_VALUE" in text and "--impl staged" in text and "1 broken" in text
+    assert "WRONG_VALUE" in text and "--impl 'staged @ compact'" in text and "1 broken" in text
     everything = make_run(tmp_path / "c", dict.fromkeys(TWO, "CRASHED"), twin=False)
     assert "2 broken" in mrb("results", "gate", "--baseline", a, everything, code=1).stdout
 

@@ -18,7 +18,16 @@ from moe_routing_bench.conformance.instrumented import instrumented
 from moe_routing_bench.ops.registry import all_ops
 
 TRITON = {op.name: [name for name in op.names() if name.startswith("triton_")] for op in all_ops().values()}
-FOR_CONFIGS = ("plain", "odd_widths", "ragged_rows", "biased")
+PLAIN = ("plain", "dense", "heads_plain")  # of layers around the experts too
+FOR_CONFIGS = (
+    "plain",
+    "odd_widths",
+    "ragged_rows",
+    "biased",
+    "dense_odd",
+    "heads_many_queries",
+    "heads_rotary",
+)
 PATTERNS = [pattern for pattern in os.environ.get("MRB_CHECK", "").split(",") if pattern]
 
 
@@ -53,7 +62,7 @@ def test_conforms(cell: KitCell) -> None:
 @pytest.mark.parametrize("order", ["forward", "reversed"])
 @pytest.mark.parametrize(
     "cell",
-    [c for c in CELLS if c.case.name == "plain" and c.dtype == "bfloat16" and "(" not in c.spec],
+    [c for c in CELLS if c.case.name in PLAIN and c.dtype == "bfloat16" and "(" not in c.spec],
     ids=str,
 )
 def test_conforms_in_order_and_backwards(cell: KitCell, order: str) -> None:
@@ -69,7 +78,7 @@ def test_conforms_in_order_and_backwards(cell: KitCell, order: str) -> None:
 def test_the_default_is_checked_in_three_dtypes(op: str, name: str) -> None:
     """An implementation that calls everything unsupported must not look checked."""
     implementation = all_ops()[op].get(name)
-    plain = [cell for cell in CELLS if (cell.op, cell.spec, cell.case.name) == (op, name, "plain")]
+    plain = [cell for cell in CELLS if (cell.op, cell.spec) == (op, name) and cell.case.name in PLAIN]
     taken = {
         cell.dtype
         for cell in plain

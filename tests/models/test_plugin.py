@@ -30,6 +30,7 @@ from moe_routing_bench.formats.named import quantise
 from moe_routing_bench.models.convert import convert, revert
 from moe_routing_bench.models.reading import experts_modules, read
 from moe_routing_bench.ops.decisions import SCHEMA, VERSION
+from moe_routing_bench.ops.registry import get_op
 from tiny_layers import needs_compiler
 from tiny_models import MODELS, choices, close, gradients, make, tokens
 
@@ -173,8 +174,15 @@ def decided(tmp_path: Path) -> Callable[..., Path]:
     def write(impl: str) -> Path:
         entry = {
             "op": "expert_ffn", "D": 32, "F": 24, "E": 8, "K": 2, "dtype": "float32", "layout": "compact",
-            "activation": "swiglu", "workload": "uniform", "overall": impl, "threads": 1,
-            "regret_median": 0.0, "regret_worst": 0.0, "by_tokens": [],
+            "activation": "swiglu", "workload": "uniform", "load": "even", "overall": impl, "threads": 1,
+            "regret_median": 0.0, "regret_worst": 0.0,
+            "by_tokens": [
+                {
+                    "T": T, "impl": impl, "ties": [], "ratio": 0.9, "low": 0.8, "high": 0.95,
+                    "source": get_op("expert_ffn").source_hash(impl),
+                }
+                for T in (1, 4096)
+            ],
         }  # fmt: skip
         here = this_machine()
         document = {

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -33,19 +34,30 @@ from moe_routing_bench.ops.stand_ins import StandIns
 FACTS = Facts(D=16, F=32, E=4, K=2, dtype="float32", layout="compact", activation="swiglu")
 ENTRY: dict[str, Any] = {
     "op": "expert_ffn", "D": 16, "F": 32, "E": 4, "K": 2, "dtype": "float32", "layout": "compact",
-    "activation": "swiglu", "threads": 1, "workload": "zipf(1.2)", "overall": "eager_loop",
+    "activation": "swiglu", "threads": 1, "workload": "zipf(1.2)", "load": "skewed", "overall": "eager_loop",
     "regret_median": 0.0, "regret_worst": 0.04,
-    "by_tokens": [
-        {"T": 4, "impl": "dense_all_experts", "ties": ["eager_loop"], "ratio": 0.81},
-        {"T": 64, "impl": "staged(combine=index_add)", "ties": [], "ratio": None},
-    ],
 }  # fmt: skip
+
+
+def winner(T: int, impl: str, ratio: float | None = 0.81, of: Op = op, **more: Any) -> dict[str, Any]:
+    try:
+        source = of.source_hash(impl)
+    except ValueError:  # there is no such implementation
+        source = "0"
+    known = {"T": T, "impl": impl, "ties": [], "ratio": ratio, "low": 0.79, "high": 0.83, "source": source}
+    return {**known, **more}
+
+
+ENTRY["by_tokens"] = [
+    winner(4, "dense_all_experts", ties=["eager_loop"]),
+    winner(64, "staged(combine=index_add)", None, low=None, high=None),
+]
 
 
 def document(*entries: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {
         "schema": "moe-routing-bench decisions",
-        "version": 1,
+        "version": 2,
         "machine": this_machine().name,
         "torch": torch.__version__,
         "made_at": "2026-11-15T02:00:00Z",
@@ -105,7 +117,12 @@ def test_off_means_the_preference_and_says_so() -> None:
     assert label() == PREFERRED and "(decisions are off)" in auto_at().why
 
 
-OVERALL = {**ENTRY, "by_tokens": []}
+def everywhere(impl: str, of: Op = op, **changes: Any) -> dict[str, Any]:
+    """An entry with one winner for 1 to 4,096 tokens."""
+    return {**ENTRY, "op": of.name, "by_tokens": [winner(T, impl, of=of) for T in (1, 4096)], **changes}
+
+
+OVERALL = everywhere("eager_loop")
 
 
 def test_the_measured_winner_is_chosen_when_everything_fits(write) -> None:
@@ -113,7 +130,7 @@ def test_the_measured_winner_is_chosen_when_everything_fits(write) -> None:
     assert label() == "eager_loop"
     text = auto_at().why
     assert text.startswith("measured winner for D=16 F=32 E=4 K=2 float32 compact swiglu on cpu")
-    assert all(word in text for word in ("all measured T", "zipf(1.2)", "1 thread", "results/monday"))
+    assert all(word in text for word in ("at T=1,", "zipf(1.2)", "1 thread", "results/monday"))
     # names given, and choices without sizes, are not touched
     named = pick(op, "dense_all_experts", arguments())
     assert (named.implementation.label, named.why) == ("dense_all_experts", "asked for by name")
@@ -123,13 +140,68 @@ def test_the_measured_winner_is_chosen_when_everything_fits(write) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "winner"),
-    [(0, "dense_all_experts"), (1, "dense_all_experts"), (16, "dense_all_experts"), (17, "index_add"),
-     (10**6, "index_add")],
-)  # fmt: skip
+    [(4, "dense_all_experts"), (16, "dense_all_experts"), (17, "index_add"), (64, "index_add")],
+)
 def test_a_call_takes_the_nearest_measured_tokens_by_ratio(write, tokens: int, winner: str) -> None:
     mrb.use_decisions(write(document()))
     assert winner in label(tokens=tokens)
     assert ("at T=4," if tokens <= 16 else "at T=64,") in auto_at(tokens=tokens).why
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 65, 10**6])
+def test_nothing_is_decided_outside_the_measured_tokens(write, tokens: int) -> None:
+    mrb.use_decisions(write(document()))
+    assert label(tokens=tokens) == PREFERRED and "no measured decision" in auto_at(tokens=tokens).why
+
+
+def test_changed_code_is_not_decided(write) -> None:
+    mrb.use_decisions(write(document({**ENTRY, "by_tokens": [winner(4, "eager_loop", source="0" * 16)]})))
+    assert label(tokens=4) == PREFERRED and "has changed" in auto_at(tokens=4).why
+
+
+def call_with_rows(count_E: list[int]) -> tuple[Any, ...]:
+    x_TD, gate_TK, plan, weights = arguments(tokens=64)
+    return x_TD, gate_TK, replace(plan, count_E=torch.tensor(count_E)), weights
+
+
+def test_the_class_of_load_decides_if_both_were_measured(write) -> None:
+    even, skewed = everywhere("eager_loop", load="even"), everywhere("dense_all_experts", workload="uniform")
+    calls = {"eager_loop": [32, 32, 32, 32], "dense_all_experts": [120, 4, 4, 0]}
+    mrb.use_decisions(write(document(even, skewed)))
+    for wanted, count_E in calls.items():
+        assert choose(op, call_with_rows(count_E)).implementation.label == wanted
+    mrb.use_decisions(write(document(skewed)))
+    for count_E in calls.values():
+        assert choose(op, call_with_rows(count_E)).implementation.label == "dense_all_experts"
+
+
+def test_frozen_weights_follow_settings_of_their_kernel_alone(write) -> None:
+    native = op.get("native")
+    if native.why_not(*arguments(tokens=4)) is not None:
+        pytest.skip("native cannot run here")
+    *others, weights = arguments(tokens=4)
+    assert native.freeze is not None
+    args = (*others, native.freeze(replace(weights, w_in_EDG=torch.ones_like(weights.w_in_EDG))))
+    mrb.use_decisions(write(document(everywhere("native(strip=1)", frozen=True))))
+    assert choose(op, args).implementation.label == "native(strip=1)"
+    assert label(tokens=4) == PREFERRED  # these weights are not frozen
+    for entry in (everywhere("staged", frozen=True), everywhere("native(strip=1)")):
+        mrb.use_decisions(write(document(entry)))
+        assert choose(op, args).implementation.label == "native"
+
+
+def test_a_lookup_costs_little(write) -> None:
+    mrb.use_decisions(write(document()))
+    args = arguments(tokens=8)
+    auto._rows(op, args, None)
+
+    def microseconds() -> float:
+        began = time.process_time()
+        for _ in range(1000):
+            auto._rows(op, args, None)
+        return 1e3 * (time.process_time() - began)
+
+    assert min(microseconds() for _ in range(20)) < 20  # 1.8 on a core with a load of 4
 
 
 @pytest.mark.parametrize(
@@ -148,7 +220,7 @@ def test_any_other_size_or_kind_is_the_preference(write, other: dict[str, Any]) 
 
 
 def test_a_decision_of_another_op_is_not_used(write) -> None:
-    mrb.use_decisions(write(document({**OVERALL, "op": "grouped_gemm", "overall": "torch_grouped_mm"})))
+    mrb.use_decisions(write(document(everywhere("torch_grouped_mm", grouped_gemm_op))))
     assert label() == PREFERRED
     assert auto_at(of=grouped_gemm_op).implementation.label == "torch_grouped_mm"
 
@@ -185,7 +257,7 @@ def test_the_environment_switches_them_on_and_is_read_once(write, monkeypatch: p
     monkeypatch.setenv("MRB_DECISIONS", str(path))
     assert label() == "eager_loop"
     # neither the variable nor the file is read again by a call, which would cost more than choosing
-    write(document({**OVERALL, "overall": "dense_all_experts"}))
+    write(document(everywhere("dense_all_experts")))
     monkeypatch.delenv("MRB_DECISIONS")
     assert label() == "eager_loop"
     mrb.use_decisions(path)
@@ -210,7 +282,7 @@ def test_a_file_that_is_not_there_is_told(path: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("spec", ["gone", "eager_loop(speed=9)", "((", "staged(combine=gone)"])
 def test_an_implementation_that_is_gone_is_told(write, spec: str) -> None:
-    mrb.use_decisions(write(document({**OVERALL, "overall": spec})))
+    mrb.use_decisions(write(document(everywhere(spec))))
     with pytest.raises(ValueError, match=r"decisions.json.* expert_ffn"):
         label()
 
@@ -220,7 +292,7 @@ def test_an_absent_library_is_passed_over_aloud(write, tmp_path, monkeypatch) ->
     folder = tmp_path / "more" / "expert_ffn"
     folder.mkdir(parents=True)
     (folder / "needy.py").write_text('"""Needs much."""\nimport no_such_library\n')
-    monkeypatch.setenv("MRB_DECISIONS", str(write(document({**OVERALL, "overall": "needy"}))))
+    monkeypatch.setenv("MRB_DECISIONS", str(write(document(everywhere("needy")))))
     with pytest.warns(UserWarning, match="needy .*no_such_library"):
         assert label() == PREFERRED
     words = ["explain", "expert_ffn", "--width", "16", "--hidden", "32", "--experts", "4", "--choices", "2"]
@@ -235,7 +307,7 @@ def test_a_winner_that_cannot_train_is_passed_over_aloud(write, tmp_path, monkey
     (folder / "quick.py").write_text(
         '"""Forward alone."""\nFORWARD_ONLY = True\ndef run(x_TD, gate_TK, plan, weights): return x_TD * 0\n'
     )
-    mrb.use_decisions(write(document({**OVERALL, "overall": "quick"})))
+    mrb.use_decisions(write(document(everywhere("quick"))))
     layer, x = mrb.MoE(16, 32, 4, 2), torch.randn(3, 16)
     with torch.no_grad():
         assert not layer(x)[0].any() and "expert_ffn.quick (auto: measured" in layer.implementation
@@ -247,7 +319,7 @@ def test_a_winner_that_cannot_train_is_passed_over_aloud(write, tmp_path, monkey
 
 
 def test_the_same_thread_count_is_preferred(write) -> None:
-    many = {**OVERALL, "threads": 8, "overall": "dense_all_experts"}
+    many = everywhere("dense_all_experts", threads=8)
     mrb.use_decisions(write(document(many, OVERALL)))
     assert label() == "eager_loop"
     mrb.use_decisions(write(document(many)))
@@ -258,7 +330,7 @@ def ran(layer: mrb.MoE, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> str
     """The implementation of expert_ffn that a call of the layer really runs."""
     seen: list[str] = []
     with monkeypatch.context() as patch:
-        patch.setattr(auto, "_state", replace(auto._state, on_cpu={}, ranked={}))
+        patch.setattr(auto, "_state", replace(auto._state, on_cpu={}, ranked={}, quick={}))
         for spec in ("eager_loop", "dense_all_experts", "staged", PREFERRED, "staged(combine=index_add)"):
             found = op.get(spec)
 
@@ -282,7 +354,7 @@ def test_a_layer_follows_them_at_every_call(write, monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(layer(many)[0], before)
         said = layer.implementation
         assert "expert_ffn.dense_all_experts up to T=16 (auto: measured" in said
-        assert "grouped_gemm=expert_loop) from T=17 (auto: measured" in said and "at T=64" in said
+        assert "grouped_gemm=expert_loop) up to T=64 (auto: measured" in said and "at T=64" in said
         layer.bfloat16()
         assert ran(layer, few.bfloat16(), monkeypatch) == PREFERRED
         assert "(D=16 F=32 E=4 K=2 bfloat16" in layer.implementation
@@ -293,7 +365,7 @@ def test_a_layer_follows_them_at_every_call(write, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_layer_looks_up_its_plan_by_its_own_sizes(write) -> None:
-    mrb.use_decisions(write(document({**OVERALL, "op": "make_plan", "overall": "counting"})))
+    mrb.use_decisions(write(document(everywhere("counting", all_ops()["make_plan"]))))
     assert "make_plan.counting (auto: measured winner" in mrb.MoE(16, 32, 4, 2).implementation
     assert "make_plan.counting" not in mrb.MoE(16, 33, 4, 2).implementation
     for layer in (copy.deepcopy(mrb.MoE(16, 32, 4, 2)), pickle.loads(pickle.dumps(mrb.MoE(16, 32, 4, 2)))):
@@ -364,7 +436,7 @@ def test_the_file_is_read_whole(write) -> None:
         (b"\x80\x04\x95\x0b\x00", "not JSON"),
         (b'{"a": 1, "a": 2}', "twice"),
         (b"[]", "schema"),
-        (json.dumps(document(version=2)).encode(), "version is 2"),
+        (json.dumps(document(version=1)).encode(), "version is 1"),
         (json.dumps(document(version=True)).encode(), "version is True"),
         (json.dumps(document(extra=1)).encode(), "unknown field 'extra'"),
         (json.dumps(document(machine="a\x1b[31m")).encode(), "machine of the file"),
@@ -397,7 +469,7 @@ HOSTILE = [
 def test_300_mutated_files_give_a_value_or_a_sentence(write) -> None:
     draw, refused = random.Random(20261115), 0
     for _ in range(300):
-        made = document(ENTRY, {**ENTRY, "op": "combine", "overall": "index_add", "by_tokens": []})
+        made = document(ENTRY, {**ENTRY, "op": "combine", "overall": "index_add"})
         path = write(hurt_json(made, draw, HOSTILE, ["evil", "__class__", "D", "impl"], most=3))
         try:
             found = read_decisions(path)

@@ -70,7 +70,12 @@ def fake_arguments(op: str, layout_text: str, ragged: bool) -> tuple:
         "ep_dispatch": (torch.zeros(T, D), plan, traffic),
         "ep_combine": (torch.zeros(R, D), torch.zeros(T, K), plan, traffic),
         "expert_ffn": (torch.zeros(T, D), torch.zeros(T, K), plan, weights),
-    }[op]
+        "rms_norm": (torch.zeros(T, D), torch.zeros(D), 1e-6),
+        "linear": (torch.zeros(T, D), torch.zeros(F, D), torch.zeros(F)),
+        "attention": (
+            torch.zeros(2, 4, T, D), torch.zeros(2, 2, T, D), torch.zeros(2, 2, T, D), True, 0, None,
+        ),
+    }[op]  # fmt: skip
 
 
 @pytest.mark.parametrize("ragged", [False, True])

@@ -24,6 +24,7 @@ from moe_routing_bench.fleet.bundle import MANIFEST, make_bundle, opened_bundle
 from moe_routing_bench.fleet.executor import LocalExecutor
 from moe_routing_bench.fleet.sweep import run_sweep
 from moe_routing_bench.results.folder import iterate
+from moe_routing_bench.results.recompute import CLAIMED
 from moe_routing_bench.results.remeasure import measure_again
 from sweep_driver import make_cells
 
@@ -34,7 +35,7 @@ Files = dict[str, bytes]
 def honest(tmp_path_factory) -> Files:
     """The files of an honest bundle."""
     place = tmp_path_factory.mktemp("bundle")
-    list(run_sweep(made_cells(3), place / "results", MadeUp(failing=[101])))
+    list(run_sweep(made_cells(3), place / "results", MadeUp(failing=[101], twin=True)))
     make_bundle(place / "results", place / "a.zip", made_by="test")
     with zipfile.ZipFile(place / "a.zip") as archive:
         return {name: archive.read(name) for name in archive.namelist()}
@@ -71,7 +72,7 @@ def one(files: Files, ending: str) -> str:
 
 def test_an_honest_bundle_opens_with_the_same_records_and_is_the_same_bytes_each_time(honest, tmp_path):
     with opened_bundle(write(honest, tmp_path / "a.zip")) as (folder, manifest):
-        assert len(list(iterate(folder))) == 6 and len(manifest.machines) == 1
+        assert len(list(iterate(folder))) == 9 and len(manifest.machines) == 1
         make_bundle(folder, tmp_path / "b.zip", made_by="test")
         make_bundle(folder, tmp_path / "c.zip", made_by="test")
     assert (tmp_path / "b.zip").read_bytes() == (tmp_path / "c.zip").read_bytes()
@@ -135,6 +136,114 @@ def test_a_forged_bundle_is_refused(honest, tmp_path, name):
     forge, words = FORGED[name]
     said = refusal(write(forge(honest), tmp_path / "a.zip", seal=name != "a huge manifest"))
     assert any(word in said for word in words.split("|")), said
+
+
+def _set(path: str, value: object, role: str = "") -> Callable[[Files], Files]:
+    """A field of all records changed, or of those with a role; what it was may decide what it becomes."""
+
+    def line(data: bytes) -> bytes:
+        record = json.loads(data)
+        *parents, last = path.split(".")
+        part = record
+        for parent in parents:
+            part = (part or {}).get(parent)
+        if part is not None and part[last] is not None and role in ("", record["implementation"]["role"]):
+            part[last] = value(part[last]) if callable(value) else value
+        return json.dumps(record).encode()
+
+    return lambda files: _edited(
+        files, "records.jsonl", lambda data: b"\n".join(map(line, data.splitlines())) + b"\n"
+    )
+
+
+# what a forger gains most by, and that it is refused by the numbers and not by its form
+LIES = {
+    "verdict": _set("comparison.verdict", "SAME", "candidate"),
+    "rounds": _set("protocol.rounds", 1000),
+    "error": lambda f: _set("correctness.max_error", 1.0)(_with_bound(f)),
+    "repro": _set("repro", "rm -rf ~"),
+    "p value": _set("comparison.p_adjusted", 1e-30, "candidate"),
+    "A/A floor": _set("comparison.aa_floor", 0.0),
+    "reason": _set("comparison.reason", "it is ten times as fast"),
+    "threads": _set("protocol.all_threads", 64),
+    "stages": _set("timing.stages", {"dispatch": 1e-9}),
+    "noise": lambda f: _edited(
+        f, "records.jsonl", lambda d: b"".join(x for x in d.splitlines(True) if b'"role":"twin"' not in x)
+    ),
+}
+
+
+def _with_bound(files: Files) -> Files:
+    def line(data: bytes) -> bytes:
+        record = json.loads(data)
+        if record["timing"]:
+            record["correctness"] |= {"max_error": 1e-6, "max_bound": 1e-5}
+        return json.dumps(record).encode()
+
+    return _edited(files, "records.jsonl", lambda d: b"\n".join(map(line, d.splitlines())) + b"\n")
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_what_follows_from_the_samples_cannot_be_edited(honest, tmp_path, name):
+    path = write(resummed(LIES[name](honest), tmp_path), tmp_path / "a.zip")
+    said = refusal(path)
+    assert "-00000" in said and "manifest" not in said, said  # it names the record
+    assert "mrb: " in mrb("bundle", "verify", path, "--measure", 0, code=2).stderr
+
+
+def test_a_machine_is_called_by_its_facts(honest, tmp_path):
+    old = next(name for name in honest if name.startswith("environments"))
+    document = json.loads(honest[old])
+    document["machine"]["memory_gib"] = 1024
+    data = json.dumps(document).encode()
+    new = f"environments/{hashlib.sha256(data).hexdigest()}.json"
+    files = {(new if name == old else name): (data if name == old else d) for name, d in honest.items()}
+    files = _set("environment", new[13:-5])(files)
+    assert "facts say" in refusal(write(resummed(files, tmp_path), tmp_path / "a.zip"))
+
+
+def resummed(files: Files, tmp_path: Path) -> Files:
+    """With a manifest whose summary is that of the edited records."""
+    folder = tmp_path / "edited"
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    summary = {**json.loads(files[MANIFEST]), **bundle._summary(folder)}
+    summary["machines"] = {key: one.model_dump() for key, one in summary["machines"].items()}
+    return {**files, MANIFEST: json.dumps(summary).encode()}
+
+
+def leaves(part: object, path: str = "") -> list[str]:
+    if isinstance(part, dict) and part:
+        return [leaf for name, inner in part.items() for leaf in leaves(inner, f"{path}.{name}".lstrip("."))]
+    return [path]
+
+
+def test_every_field_is_derived_or_said_to_be_claimed(honest, tmp_path):
+    """Of each field, the value of another in all records: refused, or it is among the claimed."""
+    record = json.loads(honest[one(honest, "records.jsonl")].splitlines()[1])
+    assert record["timing"] and record["comparison"]
+    other = {
+        bool: lambda v: not v,
+        int: lambda v: v + 1,
+        float: lambda v: v * 1.01,
+        str: lambda v: v[::-1] + "0",
+    }
+    accepted = []
+    for path in leaves(record):
+        *parents, last = path.split(".")
+        value = record
+        for name in (*parents, last):
+            value = value[name]
+        if type(value) not in other or any(path == name or path.startswith(name + ".") for name in CLAIMED):
+            continue
+        files = _set(path, other[type(value)])(honest)
+        try:
+            with opened_bundle(write(files, tmp_path / "a.zip")):
+                accepted.append(path)
+        except ValueError:
+            pass
+    assert not accepted
 
 
 def test_wrong_hashes_and_sizes_are_refused(honest, tmp_path):

@@ -35,7 +35,7 @@ def test_a_change_is_found_although_the_machine_drifted(a: Path, tmp_path: Path)
     assert fast.method == "ratio to baseline" and fast.verdict == "SLOWER"
     assert fast.ratio == pytest.approx(1.1, rel=0.01)
     assert fast.interval and fast.interval[0] < 1.1 < fast.interval[1] and not fast.same_code
-    assert fast.repro == "mrb bench expert_ffn --impl fast"
+    assert fast.repro.startswith("mrb bench expert_ffn ") and "--impl 'fast @ compact'" in fast.repro
     # the baseline has only its times, and its code is the same
     assert base.method == "times" and base.ratio == pytest.approx(1.3, rel=0.05) and base.same_code
     assert base.verdict == "UNDECIDED" and "unchanged code" in base.reason
@@ -125,7 +125,7 @@ UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
     "device": ({"experiment__device": "cuda"}, "the devices differ: a is cpu, b is cuda"),
     "threads": ({"experiment__threads": 2}, "the numbers of threads differ: a is 1, b is 2"),
     "cache": ({"experiment__cache": "cold"}, "the cache policies differ: a is hot, b is cold"),
-    "view": ({"experiment__view": "cuda events"}, "the timer views differ: a is host wall, b is cuda events"),
+    "view": ({"experiment__view": "cuda events"}, "the timer views differ: a is host_wall, b is cuda events"),
     "inputs": ({"protocol__fresh_inputs": "never"}, "rules for fresh inputs differ"),
 }
 
@@ -258,7 +258,7 @@ def test_what_broke_what_was_fixed_and_what_is_missing(a: Path, tmp_path: Path) 
     make_run(b, {"base": 1.0}, experiment__T=256)
     comparison = compare_runs(a, b)
     assert [(one.status, one.reason) for one in comparison.broken] == [("WRONG_VALUE", "why")]
-    assert "fast" in comparison.broken[0].name and comparison.broken[0].repro.endswith("--impl fast")
+    assert "fast" in comparison.broken[0].name and "--impl 'fast @ compact'" in comparison.broken[0].repro
     assert [one.status for one in comparison.fixed] == ["OOM"]
     assert len(comparison.only_a) == len(comparison.only_b) == 1
     assert {change.implementation for change in comparison.changes} == {"base"}

@@ -466,7 +466,9 @@ FORMULAS = ("=1+1", "+1", "-1", "@SUM(A1)", " =1", "\uff1d1", "'=1", "'quoted'")
 
 def test_csv_has_the_same_columns_and_no_formulas(folder: Path) -> None:
     for number, text in enumerate(FORMULAS, start=3):
-        write(folder, [line(numbered(number, experiment__case=text, repro=f'{text},"x";\u2028y'))])
+        hard = f'{text},"x";\u2028y'
+        changes = {"experiment__case": text, "correctness__reason": hard, "repro": hard}
+        write(folder, [line(numbered(number, **changes))])
     target = folder.parent / "it's all.csv"
     assert export_csv(folder, target) == 2 + len(FORMULAS) and not list(folder.parent.glob("*.part*"))
     with target.open(newline="") as file:
@@ -474,7 +476,8 @@ def test_csv_has_the_same_columns_and_no_formulas(folder: Path) -> None:
     assert list(rows[0]) == run_query(folder, "SELECT * FROM records")[0]
     rows.sort(key=lambda row: row["record_id"])
     for row, text in zip(rows[2:], FORMULAS, strict=True):
-        assert row["case"] == f"'{text}" and row["repro"] == f"""'{text},"x";\u2028y"""
+        assert row["case"] == f"'{text}" and row["reason"] == f"""'{text},"x";\u2028y"""
+        assert row["repro"].startswith("mrb bench expert_ffn ") and '"x"' not in row["repro"]
     first, failed_row = rows[:2]
     assert first["impl"] == "fast" and float(first["median_ms"]) == pytest.approx(11.5) and first["T"] == "32"
     assert json.loads(first["included"]) == document()["included"] and first["bias"] == "false"

@@ -273,8 +273,8 @@ def test_results_become_rows_with_proof(tmp_path: Path) -> None:
         for T, factor in ((16, 0.8), (64, 1.001), (128, 1.3)):
             default = default_row(T, name, "vllm")
             assert default is not None
-            contenders = {spec_of(default): 1.0, fast: factor}
-            add_cell(session, contenders, environment=gpu, experiment__T=T, **changes)
+            implementations = {spec_of(default): 1.0, fast: factor}
+            add_cell(session, implementations, environment=gpu, experiment__T=T, **changes)
     mrb("tune", "export", tmp_path / "results", "--to", "vllm", "-o", tmp_path / "out")
     written = tmp_path / "out" / name.written("vllm")
     rows, proof = read_tuned(written).rows, json.loads(written.with_suffix(".proof.json").read_text())
@@ -289,7 +289,7 @@ def test_results_become_rows_with_proof(tmp_path: Path) -> None:
 
 
 def test_results_without_a_gpu_or_the_default_tile_are_refused(tmp_path: Path) -> None:
-    for number, (contenders, changes) in enumerate(
+    for number, (implementations, changes) in enumerate(
         (
             ({"staged": 1.0}, {}),
             ({spec_of(Row(**TILE)): 1.0}, {"experiment__device": "cuda"}),  # the machine names no GPU
@@ -298,7 +298,7 @@ def test_results_without_a_gpu_or_the_default_tile_are_refused(tmp_path: Path) -
     ):
         folder = tmp_path / str(number)
         with Session.start(folder) as session:
-            add_cell(session, contenders, **changes)
+            add_cell(session, implementations, **changes)
         assert refused("tune", "export", folder, "--to", "vllm", "-o", tmp_path / "out")
 
 

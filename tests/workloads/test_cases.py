@@ -22,6 +22,7 @@ def test_the_suites_have_their_sizes() -> None:
         "seed-grid": 36,
         "seed-routing": 9,
         "seed-moe-block": 6,
+        "seed-dense": 6,
         "seed-attention": 14,
         "seed-linear": 24,
         "seed-rmsnorm": 2,

@@ -369,7 +369,7 @@ def fitted_once(chosen: Sequence[Experiment], most_flops: float = MINUTE_FLOPS) 
     room = psutil.virtual_memory().available
     for case in chosen:
         twin = fitted(case, memory_bytes=room, most_flops=most_flops)
-        nameless = replace(twin, case="", scaled_from="", **({} if twin.heads else {"sequences": 1}))
+        nameless = replace(twin, case="", scaled_from="", sequences=twin.sequences if twin.heads else 1)
         kept.setdefault(nameless if twin.scaled_from else twin, twin)
     return list(kept.values())
 
@@ -432,10 +432,9 @@ def _meaning(span: Span, implementation: ImplementationRef) -> ImplementationRef
     if not all(map(is_ours, span.origins(implementation.name))):
         return implementation  # code from outside is not loaded here
     try:
-        labels = "+".join(part.label for part in span.parts(implementation.name))
+        return replace(implementation, name=span.label(implementation.name))
     except NotImplementedError:
         return implementation
-    return replace(implementation, name=labels or implementation.name)
 
 
 def _default_names(span: Span, case: Experiment, *, several: bool) -> list[str]:
@@ -479,6 +478,7 @@ def made_experiments(
         if own_threads and _suite(case.case) == REGRET:
             given["threads"] = min(case.threads, core_count())
         given["implementations"] = chosen_implementations(span, case, what)
+        given["stages"] |= span.in_stages
         given["include"] = tuple(str(folder.resolve()) for folder in what.include_path or ())
         for workload, W in product(_workloads(case, what), _ranks(what)):
             made.append(replace(case, workload=workload, seed=what.seed, W=W, **given))

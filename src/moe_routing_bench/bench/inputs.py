@@ -53,6 +53,7 @@ class Inputs:
         self._workloads: dict[tuple[int, int], Workload] = {}
         self._frozen: dict[Any, ExpertWeights] = {}
         self._plans: dict[tuple[int, str, int], RoutingPlan] = {}
+        self.made: dict[Any, Any] = {}  # what a span makes of them once, by its own key
 
     def take_weights(self, other: Inputs) -> None:
         """Takes the weights, and all forms made of them, from inputs that differ only in tokens and

@@ -3,7 +3,8 @@
 The benchmark's own inputs are all alike: full batches, choices without gaps. The kit's are not (`mrb check`).
 What passed is remembered by the hash of the code that runs, so only changed code is checked again. Code from
 outside could write the file that remembers, so it is checked again by every command. The kit runs in the
-worker: it finds mistakes. Code that lies about it gains nothing, since its results are judged.
+worker, where it finds mistakes in words; code from outside also hands over its results, which the parent
+judges itself.
 """
 
 from __future__ import annotations
@@ -15,13 +16,19 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from safetensors.torch import load
+from torch import Tensor
 
+from moe_routing_bench.bench.calls import Result, named_tensors, result_from, wrong_type
 from moe_routing_bench.bench.device import memory_place
 from moe_routing_bench.bench.identity import digest_of
 from moe_routing_bench.bench.sources import PACKAGE, Code
 from moe_routing_bench.bench.spans.span import span_named
+from moe_routing_bench.bench.untrusted import read_file
+from moe_routing_bench.conformance.arguments import fresh_arguments
 from moe_routing_bench.conformance.cases import KitCell
-from moe_routing_bench.conformance.check import Outcome, cells_of, check
+from moe_routing_bench.conformance.check import Outcome, cells_of, check, result_of
+from moe_routing_bench.conformance.judging import judge_output, reference_of
 from moe_routing_bench.core.machine import this_machine, torch_threads
 from moe_routing_bench.core.names import base_name
 from moe_routing_bench.core.paths import home
@@ -29,20 +36,72 @@ from moe_routing_bench.core.whole_files import write_whole
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef, device_kind
 
+MAX_RESULT_BYTES = 2**28
 MAX_BYTES = 2**20  # of the file; a fuller one is begun anew
 
 
 def kit_cells(experiment: Experiment, implementation: ImplementationRef) -> list[KitCell]:
     """Loads what the implementation names and returns its kit cells. There are none for another library's
     layer."""
+    parts = span_named(experiment.span).parts(implementation.name)
+    return [one for part in parts for one in _cells(experiment, implementation, part.op, part.label)]
+
+
+def _cells(experiment: Experiment, implementation: ImplementationRef, op: str, name: str) -> list[KitCell]:
     device, layout = memory_place(experiment.device), base_name(implementation.layout)
     return [
         one
-        for part in span_named(experiment.span).parts(implementation.name)
-        for one in cells_of(part.op, part.label, (experiment.dtype,), device)
+        for one in cells_of(op, name, (experiment.dtype,), device)
         # batches are for `mrb check`: they start a second thread, and a worker counts its threads
-        if not one.case.batches and (not all_ops()[part.op].has_layout or base_name(one.layout) == layout)
+        if not one.case.batches and (not all_ops()[op].has_layout or base_name(one.layout) == layout)
     ]
+
+
+def kit_results(experiment: Experiment, implementation: ImplementationRef) -> dict[str, Tensor]:
+    """What it returns for each cell that it supports, by name, for the judge. In a worker."""
+    tensors: dict[str, Tensor] = {}
+    with torch_threads(1):
+        for cell in kit_cells(experiment, implementation):
+            out = result_of(cell)
+            if out is not None and not wrong_type(out):
+                named = named_tensors(Result(out=out))
+                tensors |= {f"{_name(cell)}{name}": tensor for name, tensor in named.items()}
+    return tensors
+
+
+def can_judge_kit(experiment: Experiment, implementation: ImplementationRef) -> bool:
+    """True if what is right is known without loading anything of it: not for operations from outside, nor if
+    it stores weights in a format of its own."""
+    ops = {op for op, _ in span_named(experiment.span).named(implementation.name)}
+    ours = all(Path(all_ops()[op].file).is_relative_to(PACKAGE) for op in ops)
+    return ours and "store=" not in implementation.name and experiment.device == "cpu"
+
+
+def judge_kit(
+    path: Path, experiment: Experiment, implementation: ImplementationRef, ties: str
+) -> tuple[int, str]:
+    """How many cells code from outside handed over a result of, and the first wrong one in words. In the
+    parent, which loads nothing of it."""
+    tensors = load(read_file(path, MAX_RESULT_BYTES))
+    judged, wrong = 0, ""
+    for op, name in span_named(experiment.span).named(implementation.name):
+        for cell in _cells(experiment, implementation, op, name):
+            start = _name(cell)
+            own = {
+                key.removeprefix(start): tensor for key, tensor in tensors.items() if key.startswith(start)
+            }
+            if not own:
+                continue
+            judged += 1
+            host_args = fresh_arguments(cell.op, cell.case, cell.layout, cell.dtype)
+            result = result_from(own, Result(out=reference_of(cell).baseline))
+            for sentence in judge_output(None, cell, result.out, host_args, ties)[:1]:
+                wrong = wrong or f"{cell.case.name}, {cell.layout}: {sentence}"
+    return judged, wrong
+
+
+def _name(cell: KitCell) -> str:
+    return f"{cell.op}/{cell.case.name}/{cell.layout}/"
 
 
 def run_kit(experiment: Experiment, implementation: ImplementationRef) -> tuple[int, int, str]:

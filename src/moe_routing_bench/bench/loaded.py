@@ -44,18 +44,25 @@ class LoadedFiles:
         """Returns the names of files that do not belong to Python, the system, this package, a cache or the
         worker itself."""
         modules = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-        given = {*filter(None, modules), *self._opened, *_mapped()}
+        given = {*filter(None, modules), *self._opened, *_mapped("self")}
         files = {os.path.realpath(name) for name in given}
-        return sorted(name for name in files if self._counts(name))[:MAX_FILES]
+        return sorted(name for name in files if _counts(name, self._known, self._began))[:MAX_FILES]
 
-    def _counts(self, name: str) -> bool:
-        if is_under(name, self._known):
-            return False
-        path = Path(name)
-        try:
-            return path.is_file() and path.stat().st_mtime < self._began
-        except OSError:
-            return False
+
+def mapped_by(pid: int, scratch: Path, began: float) -> list[str]:
+    """The same of a worker's libraries as the system tells them, whatever it says itself."""
+    known = (*_places(), str(scratch.resolve()))
+    return sorted(name for name in _mapped(str(pid)) if _counts(name, known, began))
+
+
+def _counts(name: str, known: Sequence[str], began: float) -> bool:
+    if is_under(name, known):
+        return False
+    path = Path(name)
+    try:
+        return path.is_file() and path.stat().st_mtime < began
+    except OSError:
+        return False
 
 
 def not_in_the_key(files: Sequence[str], experiment: Experiment, folders: Sequence[Path]) -> list[str]:
@@ -90,9 +97,9 @@ def _places() -> tuple[str, ...]:
     return tuple(dict.fromkeys(os.path.realpath(place) for place in all_of_them))
 
 
-def _mapped() -> set[str]:
+def _mapped(pid: str) -> set[str]:
     try:
-        text = Path("/proc/self/maps").read_text()
+        text = Path(f"/proc/{pid}/maps").read_text()
     except OSError:
         return set()
     names = re.findall(r" (/[^\n]+)$", text, re.M)

@@ -200,7 +200,7 @@ class _Rounds:
         if seen.isolated and series.implementation in self.setup.outside:
             self.last = series
         reading = host.sample(turn)
-        seen.calls = reading.calls
+        seen.calls, seen.held = reading.calls, reading.held
         seen.checked += host.judge(turn).results
         if warm:
             self.memory.check(series, reading)

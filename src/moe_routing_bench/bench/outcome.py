@@ -45,6 +45,18 @@ class Wire:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Operation:
+    """What torch.profiler saw of an operation in one call, on average: Operation(calls=4, self_seconds=0.009,
+    seconds=0.01, ...). seconds: with all operations inside it; memory_bytes: allocated less freed."""
+
+    calls: float
+    self_seconds: float
+    seconds: float
+    device_seconds: float
+    memory_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class ImplementationOutcome:
     """One implementation in one cell. samples and comparison are empty unless status is PASSED.
 
@@ -61,6 +73,7 @@ class ImplementationOutcome:
     origin: str = ""
     role: str = "candidate"  # baseline, candidate, twin or beside (see series.py)
     beside: ImplementationRef | None = None  # with that role: whose baseline it is
+    held: str = ""  # what held its process between turns, if it has one of its own
     deterministic: bool = True
     host_sync: str = ""
     checks: tuple[str, ...] = ()
@@ -74,6 +87,7 @@ class ImplementationOutcome:
     stages: Mapping[str, float] = field(default_factory=dict)
     clock: str = ""  # on a device: graph, events or profiler
     launch_seconds: float | None = None  # on a device: of the host, for a call; the median
+    profile: Mapping[str, Operation] = field(default_factory=dict)  # by name, if it was profiled
     comparison: Comparison | None = None
     cost: Cost = field(default_factory=Cost)
     floor_seconds: float | None = None  # nothing honest is below it

@@ -13,6 +13,7 @@ from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.compiling import compile_first
 from moe_routing_bench.bench.cores import judging_threads, quiet_cores
 from moe_routing_bench.bench.floor import beaten_roofs, floor_seconds, roof_seconds, too_fast
+from moe_routing_bench.bench.hosts.children import HELD
 from moe_routing_bench.bench.hosts.messages import Described
 from moe_routing_bench.bench.hosts.sandbox import check_sandbox
 from moe_routing_bench.bench.hosts.shared import Reuse, SharedHost
@@ -28,15 +29,7 @@ from moe_routing_bench.bench.setup import Setup, Trial, Watch
 from moe_routing_bench.bench.spans.span import Load, Span, all_threads, is_ours, ranked, span_named
 from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.bench.trial import slow_reason, try_alone
-from moe_routing_bench.bench.verdict import (
-    DELTA,
-    DELTA_APART,
-    MIN_ROUNDS,
-    Comparison,
-    aa_floor,
-    compare,
-    compare_cells,
-)
+from moe_routing_bench.bench.verdict import MIN_ROUNDS, Comparison, Paired, aa_floor, compare_cell
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.routers.router import include_folder
@@ -344,6 +337,7 @@ def _outcomes(
             about |= {
                 "role": series.role,
                 "checks": trial.checks,
+                "held": seen.held,
                 "calls_per_sample": seen.calls,
                 "checked_timed_calls": seen.checked,
                 "samples": tuple(seen.seconds),
@@ -363,14 +357,12 @@ def _outcomes(
         return tuple(outcomes)
     by_series = {measured.of(one.implementation): one for one in outcomes if one.samples}
     candidates = [series for series in by_series if series.role == "candidate"]
-    compared = _compared(measured, candidates, setup.experiment.target)
+    compared = _compared(setup, measured, candidates)
     baseline = by_series[measured.baseline]
     for place, one in enumerate(outcomes):
         series = measured.of(one.implementation)
         if one.samples and series in compared:
             outcomes[place] = replace(one, comparison=compared[series])
-            if measured.partner(series) != measured.baseline and not measured.samples[series].isolated:
-                outcomes[place] = _held_to_both(outcomes[place], baseline, _noise_floor(measured))
     for series, seen in measured.samples.items():
         if series.role in ("twin", "beside") and (series.beside is None or series.beside in alive):
             where = "timed as it is" if seen.isolated else "in its process"
@@ -380,6 +372,7 @@ def _outcomes(
                     role=series.role,
                     beside=series.beside,
                     reason=f"the baseline beside {series.beside.text}, {where}" if series.beside else "",
+                    held=seen.held,
                     samples=tuple(seen.seconds),
                     stages={},
                     checked_timed_calls=0,
@@ -389,39 +382,25 @@ def _outcomes(
     return tuple(outcomes)
 
 
-def _compared(measured: Measured, candidates: list[Series], target: float) -> dict[Series, Comparison]:
-    """Compares every candidate and the twin with the baseline that is timed in the same way. The twin's
-    distance counts only for those in processes like its own."""
-    floor, twin = _noise_floor(measured), measured.twin
-    alike = measured.samples[twin].isolated
-    pairs = [*candidates, twin]
-    isolated = [measured.samples[series].isolated for series in pairs]
-    comparisons = compare_cells(
-        [(measured.against(series), measured.samples[series].seconds) for series in pairs],
-        aa_floor=[floor if one == alike else 0.0 for one in isolated],
-        delta=[DELTA_APART if one else DELTA for one in isolated],
-        target=target,
-    )
-    return dict(zip(pairs, comparisons, strict=True))
+def _compared(setup: Setup, measured: Measured, candidates: list[Series]) -> dict[Series, Comparison]:
+    """Compares every candidate and the twin with the baseline that is timed in the same way."""
+
+    def paired(series: Series) -> Paired:
+        seen, against = measured.samples[series], measured.against(series)
+        shares = measured.partner(series) != measured.baseline and not seen.isolated
+        elsewhere = measured.samples[measured.baseline].seconds[: len(seen.seconds)] if shares else None
+        trusted = series.implementation not in setup.outside or seen.held == HELD or setup.experiment.trust
+        return Paired(
+            own=seen.seconds, against=against, isolated=seen.isolated, elsewhere=elsewhere, trusted=trusted
+        )
+
+    twin, target = measured.twin, setup.experiment.target
+    found = compare_cell([paired(series) for series in candidates], paired(twin), target=target)
+    return dict(zip([*candidates, twin], found, strict=True))
 
 
 def _noise_floor(measured: Measured) -> float:
     return aa_floor(*(measured.samples[one].seconds for one in (measured.baseline, measured.twin)))
-
-
-def _held_to_both(
-    one: ImplementationOutcome, baseline: ImplementationOutcome, floor: float
-) -> ImplementationOutcome:
-    """Code from outside may have slowed the baseline beside it. So FASTER must also hold against the baseline
-    elsewhere."""
-    comparison = one.comparison
-    if comparison is None or comparison.verdict != "FASTER":
-        return one
-    elsewhere = baseline.samples[: len(one.samples)]
-    if compare(elsewhere, one.samples, aa_floor=floor, delta=DELTA_APART).verdict == "FASTER":
-        return one
-    reason = f"{comparison.reason}; but it is not faster than the baseline in another process"
-    return replace(one, comparison=replace(comparison, verdict="UNDECIDED", more_rounds=None, reason=reason))
 
 
 def work_and_load(span: Span, implementation: ImplementationRef, inputs: Inputs) -> WorkAndLoad:

@@ -93,6 +93,7 @@ class Samples:
     isolated: bool = False
     used: str = ""
     launches: list[float] = field(default_factory=list)
+    held: str = ""  # what keeps its process still between turns
 
     def stage_medians(self) -> dict[str, float]:
         names = self.stages[0] if self.stages else ()

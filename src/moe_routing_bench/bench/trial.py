@@ -80,6 +80,8 @@ def try_alone(shared: SharedHost, implementation: ImplementationRef) -> Trial:
             _check_loaded(host.loaded(), implementation, setup)
         if not (outside and setup.can_freeze):  # a frozen process may have threads that wait
             host.check_threads()
+        if others := host.left_running():
+            raise ImplementationError(Status.SUSPECT, f"it left {others} processes running")
         if (touched := setup.watch()) is not None:
             raise ImplementationError(Status.SUSPECT, touched)
         if outside and (harm := shared.harm() or server_harm()):

@@ -138,6 +138,52 @@ def compare_cells(
     return [replace(one, aa_floor=float(floor)) for one, floor in zip(decided, floors, strict=True)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Paired:
+    """The samples of one implementation, and those of the baseline timed as it is in the same rounds.
+
+    isolated: both by the parent, each in a process of its own
+    elsewhere: the baseline in a process without code from outside, where that shares one with `against`
+    trusted: our own code, or what the system held (hosts/holding.py), or what the user trusts
+    """
+
+    own: ArrayLike
+    against: ArrayLike
+    isolated: bool = False
+    elsewhere: ArrayLike | None = None
+    trusted: bool = True
+
+
+def compare_cell(pairs: Sequence[Paired], twin: Paired, *, target: float = TARGET) -> list[Comparison]:
+    """All comparisons of a cell by the rule above, the twin's last. The twin's distance counts only for those
+    in processes like its own."""
+    floor = aa_floor(twin.against, twin.own)
+    found = compare_cells(
+        [(one.against, one.own) for one in (*pairs, twin)],
+        aa_floor=[floor if one.isolated == twin.isolated else 0.0 for one in (*pairs, twin)],
+        delta=[DELTA_APART if one.isolated else DELTA for one in (*pairs, twin)],
+        target=target,
+    )
+    return [_believed(*both, floor) for both in zip(found, (*pairs, twin), strict=True)]
+
+
+def _believed(comparison: Comparison, pair: Paired, floor: float) -> Comparison:
+    """Code from outside may have slowed the baseline beside it, so FASTER must also hold elsewhere; and it is
+    not said of code that could have worked while it was to stand still."""
+    if comparison.verdict != "FASTER":
+        return comparison
+    if not pair.trusted:
+        why = "nothing here keeps code from outside still (ptrace and seccomp do); --trust believes it"
+    elif pair.elsewhere is None:
+        return comparison
+    elif compare(pair.elsewhere, pair.own, aa_floor=floor, delta=DELTA_APART).verdict == "FASTER":
+        return comparison
+    else:
+        why = "it is not faster than the baseline in another process"
+    reason = f"{comparison.reason}; but {why}"
+    return replace(comparison, verdict="UNDECIDED", more_rounds=None, reason=reason)
+
+
 def aa_floor(a: ArrayLike, a_twin: ArrayLike) -> float:
     """How far the baseline was from its own twin in this session: 0.013 is 1.3 %, in either direction.
 

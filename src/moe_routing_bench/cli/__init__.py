@@ -15,8 +15,6 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from moe_routing_bench.core.fork_server import start_server
-
 TRANSFORMERS = "transformers.models.qwen3_moe.modeling_qwen3_moe"  # what the implementations hf_* import
 
 
@@ -140,12 +138,15 @@ GROUPS = {
     "tune": Group(
         'Make impl="auto" follow your measurements.',
         {
+            "layer": Place("tune", "Search settings of the experts' kernel that are faster here."),
+            "op": Place("tune", "Search settings of one operation."),
             "decide": Place("decide", "Write a file with the fastest implementation of each size."),
             "check": Place("tuned", "Can tuned files of vLLM and SGLang do what they say?"),
             "import": Place("tuned", "Read a tuned file of vLLM or SGLang, to measure its tiles."),
             "export": Place("tuned", "Write a tuned file for vLLM or SGLang, with its proof."),
         },
         """
+  mrb tune layer --model olmoe-1b-7b --minutes 10 --out tuned
   mrb tune decide results -o decisions.json
   mrb tune check /path/to/vllm/model_executor/layers/fused_moe/configs
 """,
@@ -354,6 +355,8 @@ def _top(
 
 def main() -> None:
     if takes_transformers(sys.argv[1:]):
+        from moe_routing_bench.core.fork_server import start_server
+
         start_server(TRANSFORMERS)
     app()
 

@@ -74,7 +74,6 @@ Examples:
   mrb bench layer --router switch,soft_moe --direction forward,train --stages
   mrb bench expert_ffn --tokens 64,512 --impl staged,eager_loop --dtype float32
   mrb bench expert_ffn --model qwen3-30b-a3b --tokens 1,64 --store int8
-  mrb bench layer --case seed-grid~scaled --layout "compact,block(64)"
   mrb bench pack --case seed-pack/16384x4096-e128-k2 --out results
   mrb bench layer --checkpoint ./Qwen3-30B-A3B --layer 12
   mrb bench block --model qwen3-30b-a3b   our decoder block and Transformers'
@@ -131,8 +130,10 @@ def _command(span: str) -> Callable[..., None]:
 def measured(
     experiments: Sequence[Experiment], out: Path | None, *, suite: str, seconds: float, roofs: Roofs | None,
     show: Callable[[CellOutcome], None] | None = None,
+    complete: Callable[[CellOutcome], CellOutcome] = lambda outcome: outcome,
 ) -> list[CellOutcome]:  # fmt: skip
-    """Returns the outcomes of all cells. Ctrl-C ends the command and keeps the finished cells."""
+    """Returns the outcomes of all cells. Ctrl-C ends the command and keeps the finished cells. `complete`
+    adds to an outcome before it is written."""
     outcomes: list[CellOutcome] = []
 
     def done(outcome: CellOutcome) -> None:
@@ -144,7 +145,7 @@ def measured(
         with user_mistakes():
             api.measure(
                 experiments, out, suite=suite, seconds=seconds, roofs=roofs, began=command_start(),
-                progress=True, on_outcome=done,
+                progress=True, on_outcome=done, complete=complete,
             )  # fmt: skip
     except KeyboardInterrupt:
         saved = where_saved(out) if out is not None and outcomes else "Nothing was saved."

@@ -15,6 +15,7 @@ from moe_routing_bench.fleet.bundle import POWER, Manifest, make_bundle, opened_
 from moe_routing_bench.report.console import show
 from moe_routing_bench.report.finding import at_hand
 from moe_routing_bench.report.overview import table_of
+from moe_routing_bench.results.recompute import CLAIMED
 from moe_routing_bench.results.remeasure import Remeasured, measure_again
 from moe_routing_bench.studies.power import PowerStudy
 
@@ -74,9 +75,11 @@ def verify_command(
             PowerStudy.from_json((folder / POWER).read_bytes())
         answers = measure_again(folder, measure, seed=seed) if measure else []
     if as_json:
-        show_json({**manifest.model_dump(mode="json"), "again": [vars(answer) for answer in answers]})
+        again = [vars(answer) for answer in answers]
+        show_json({**manifest.model_dump(mode="json"), "claimed": CLAIMED, "again": again})
     else:
-        show("Every file, record and sample matches the manifest.")
+        show("Every file, record and sample matches the manifest. All times, statistics, verdicts and")
+        show(f"commands follow from the samples. Its author claims the rest: {', '.join(CLAIMED)}.")
         _show(manifest)
         _show_answers(answers)
     if any(answer.what == "differs" for answer in answers):

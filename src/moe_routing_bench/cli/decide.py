@@ -24,6 +24,7 @@ from moe_routing_bench.report.finding import at_hand
 from moe_routing_bench.report.overview import left_out_json, show_left_out, table_of
 from moe_routing_bench.results.decisions import Decided, SizeDecision, decide, write_decisions
 from moe_routing_bench.results.regrets import NOTABLE, CellRegret, GroupRegret, read_regrets
+from moe_routing_bench.results.winners import Contest
 
 MAX_REGRETS = 5
 
@@ -55,7 +56,7 @@ def decide_command(
         decided = decide(folder, cache=cache)
         document = write_decisions(decided, folder, target)
     if as_json:
-        show_json({"file": str(target), "decisions": document, **_document(decided)})
+        show_json({"file": str(target), "decisions": document, **decided_document(decided)})
         return
     for answer in decided.answers:
         show(Text(printable(answer.question), "bold cyan"), _table(answer))
@@ -83,9 +84,9 @@ def _table(answer: SizeDecision) -> Any:
     rows = [
         (
             contest.T,
-            contest.winner,
-            f"{contest.ratios[contest.winner]:.3f}",
-            ", ".join(contest.ties) or "-",
+            contest.chosen,
+            _ratio(contest),
+            ", ".join(name for name in contest.ties if name != contest.chosen) or "-",
             len(contest.ratios),
             contest.case,
         )
@@ -96,6 +97,12 @@ def _table(answer: SizeDecision) -> Any:
         rows,
         words=("winner", "ties", "case"),
     )
+
+
+def _ratio(contest: Contest) -> str:
+    one = contest.against_baseline.get(contest.chosen)
+    interval = "" if one is None else f" ({one.interval[0]:.3f} to {one.interval[1]:.3f})"
+    return f"{contest.ratios[contest.chosen]:.3f}{interval}"
 
 
 def _sentence(row: Regret) -> str:
@@ -113,7 +120,7 @@ def _cells(names: tuple[str, ...]) -> str:
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
-def _document(decided: Decided) -> dict[str, Any]:
+def decided_document(decided: Decided) -> dict[str, Any]:
     return {
         "contests": [
             {
@@ -121,8 +128,10 @@ def _document(decided: Decided) -> dict[str, Any]:
                 "T": contest.T,
                 "case": contest.case,
                 "winner": contest.winner,
+                "chosen": contest.chosen,
                 "ties": contest.ties,
                 "ratios": contest.ratios,
+                "against_baseline": {name: vars(one) for name, one in contest.against_baseline.items()},
                 "against_winner": {name: vars(one) for name, one in contest.against_winner.items()},
             }
             for answer in decided.answers

@@ -111,6 +111,17 @@ def check_implementation(implementation: Implementation, cell: KitCell) -> Outco
     return Outcome(cell=cell, status="passed", could_say_invariant=could_say)
 
 
+def result_of(cell: KitCell) -> Any:
+    """What an implementation returns for a cell, for a judge elsewhere; None if it does not support it."""
+    implementation, args = find(get_op(cell.op), cell.spec).implementation, _fresh(cell)
+    if implementation is None or (cell.case.nan_token and implementation.spreads_nan):
+        return None
+    with _right_interpreter(), poisoned_memory(), torch.no_grad():
+        if implementation.why_not(*args.values()) is not None:
+            return None
+        return _on_host(implementation.run(*args.values()))
+
+
 def _asks_for_batches(implementation: Implementation, cell: KitCell) -> bool:
     """In the interpreter only implementations that promise it are checked: a hundred calls take minutes."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"

@@ -6,7 +6,8 @@
     power.json                                optional: `mrb doctor --power` on that machine
 
 The summary (machines, A/A comparisons, sources) is computed again from the records by whoever opens the
-bundle, so it cannot say more than they do. Other writers follow `Manifest` below.
+bundle, so it cannot say more than they do; and so is all in the records that follows from their samples
+(results/recompute.py, which also names what does not). Other writers follow `Manifest` below.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from moe_routing_bench.core.whole_files import written_whole
 from moe_routing_bench.results.folder import ENVIRONMENTS, environments, iterate
 from moe_routing_bench.results.parquet import end_of_last_line
 from moe_routing_bench.results.read import RECORDS, LeftOut, is_plain_file, session_folders
+from moe_routing_bench.results.recompute import check_cells
 from moe_routing_bench.results.record import SESSION, Amount, Count, Hash, Name, RecordPart
 from moe_routing_bench.results.verify import SAMPLES
 
@@ -97,6 +99,7 @@ def make_bundle(folder: Path, target: Path, *, made_by: str, power: bytes | None
             names.add(POWER)
         files = {name: _file(copy / name) for name in sorted(names)}
         manifest = Manifest(made_by=made_by, files=files, **_summary(copy))  # type: ignore[arg-type]
+        check_cells(copy)
         with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr(zipfile.ZipInfo(MANIFEST, BEGINNING), manifest.model_dump_json(indent=1))
             for name in files:
@@ -127,6 +130,7 @@ def opened_bundle(path: Path) -> Iterator[tuple[Path, Manifest]]:
         for name, computed in summary.items():
             if getattr(manifest, name) != computed:
                 raise ValueError(f"the manifest's {name} are not what the records say")
+        check_cells(folder)
         yield folder, manifest
 
 

@@ -98,8 +98,10 @@ def run_sweep(
     roofs: Roofs | None = None,
     on_progress: Callable[[Experiment, Progress], None] = lambda experiment, progress: None,
     on_session: Callable[[str], None] = lambda session: None,
+    complete: Callable[[CellOutcome], CellOutcome] = lambda outcome: outcome,
 ) -> Iterator[CellOutcome]:
     """Measures the cells. Each outcome is on disk before it is yielded. on_session gets the session's id.
+    complete adds to an outcome before it is written.
 
     Raises ValueError before anything is measured if the folder cannot be written to. If a later write fails,
     the outcome is yielded first and ValueError is raised after it.
@@ -120,7 +122,8 @@ def run_sweep(
             session.repair()
             return f"{touched} while it ran; no other process may write there"
 
-        for outcome in executor.run(experiments, roofs=roofs, on_progress=on_progress, watch=watch):
+        measured = executor.run(experiments, roofs=roofs, on_progress=on_progress, watch=watch)
+        for outcome in map(complete, measured):
             failure: OSError | None = None
             try:
                 there = environment

@@ -214,20 +214,20 @@ def transformers_moe(moe: MoE, *, experts: str = "grouped_mm") -> Any:
     trained = any(tensor.requires_grad for tensor in weights.tensors().values())
     theirs = to_transformers(weights if trained else freeze(weights))
     for name in ("gate_up_proj", "down_proj"):
-        _put(block.experts, name, theirs[name])
+        put_parameter(block.experts, name, theirs[name])
     # the router of a loaded model has the model's dtype; ours is float32
-    _put(block.gate, "weight", router.w_DE.t().to(weights.w_in_EDG.dtype))
+    put_parameter(block.gate, "weight", router.w_DE.t().to(weights.w_in_EDG.dtype))
     return block.train(moe.training)
 
 
 @dataclass(frozen=True)
 class TransformersBlock:
-    """Transformers' own Qwen3MoeDecoderLayer with the weights of a DecoderBlock; called like one.
+    """A decoder layer of Transformers with the weights of a block of ours; called like one.
 
     TransformersBlock.of(block, attention="sdpa", experts="grouped_mm")(x_BND, by) -> y_BND
     """
 
-    layer: Any  # a Qwen3MoeDecoderLayer
+    layer: Any
     head_dim: int
     theta: float
     masked: bool  # eager attention is only causal if it is given a mask
@@ -258,9 +258,9 @@ class TransformersBlock:
             layer.self_attn.q_norm = layer.self_attn.k_norm = nn.Identity()
         for name, value in ours.named_parameters():
             part, _, suffix = name.partition(".")
-            _put(getattr(layer.self_attn, part), suffix, value)
-        _put(layer.input_layernorm, "weight", block.input_norm.weight)
-        _put(layer.post_attention_layernorm, "weight", block.post_norm.weight)
+            put_parameter(getattr(layer.self_attn, part), suffix, value)
+        put_parameter(layer.input_layernorm, "weight", block.input_norm.weight)
+        put_parameter(layer.post_attention_layernorm, "weight", block.post_norm.weight)
         return TransformersBlock(
             layer=layer.train(block.training),
             head_dim=ours.head_dim,
@@ -301,7 +301,7 @@ def _config(modeling: Any, moe: MoE, experts: str, **sizes: Any) -> Any:
     return config
 
 
-def _put(module: nn.Module, name: str, value: Tensor) -> None:
+def put_parameter(module: nn.Module, name: str, value: Tensor) -> None:
     """Shares a parameter, so that both blocks train it. Any other tensor becomes a contiguous parameter."""
     if not isinstance(value, nn.Parameter):
         value = nn.Parameter(value.detach().contiguous(), requires_grad=value.requires_grad)

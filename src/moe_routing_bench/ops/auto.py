@@ -32,10 +32,19 @@ from moe_routing_bench.core.dtypes import name_of
 from moe_routing_bench.core.experts import ExpertWeights
 from moe_routing_bench.core.frozen import Frozen
 from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.core.names import base_name
 from moe_routing_bench.core.plan import Layout, RoutingPlan
 from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.ops.catalog import find_all
-from moe_routing_bench.ops.decisions import DecisionEntry, Decisions, Facts, read_decisions
+from moe_routing_bench.ops.decisions import (
+    LOADS,
+    DecisionEntry,
+    Decisions,
+    Facts,
+    Winner,
+    load_of,
+    read_decisions,
+)
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.preference import (
     PLAIN,
@@ -52,7 +61,7 @@ from moe_routing_bench.ops.targets import assumed
 from moe_routing_bench.ops.tracing import while_tracing
 
 VARIABLE = "MRB_DECISIONS"
-MANY = 2**40  # more tokens than any call has
+CHANGED = "; the code of the measured winner has changed since"
 PROBED = tuple(2**n for n in range(13))  # numbers of tokens that `describe` tries
 
 
@@ -191,9 +200,11 @@ def choose(op: Op, args: tuple[Any, ...], weights: ExpertWeights | None = None) 
 def _choose(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] | None) -> Choice:
     for value in args:
         if type(value) is ExpertWeights and isinstance(value.w_in_EDG, Frozen):
-            return _frozen(op, args, op.get(value.w_in_EDG.form.label))
-    for row in _rows(op, args, weights):
-        if row.always or _fits(row, args):
+            return _frozen(op, args, op.get(_tuned(op, args, value.w_in_EDG.form.label)))
+    rows = _rows(op, args, weights)
+    tokens = 0 if rows[0].most_tokens is None else _tokens(args)
+    for row in rows:
+        if row.always or _fits(row, args, tokens):
             break
     passed, tracing = "", is_dynamo_compiling()
     for spec, choice in row.candidates:
@@ -206,6 +217,16 @@ def _choose(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] 
             return Choice(implementation, choice.why + passed, warning)
         passed += f"; {spec} cannot run: {reason}"
     raise NotImplementedError(f"{op.name}: no implementation can run this{passed}")
+
+
+def _tuned(op: Op, args: tuple[Any, ...], label: str) -> str:
+    """The measured setting of the kernel that packed the weights; `label` if none is known for this call."""
+    if not _follows_decisions():
+        return label
+    tokens = _tokens(args)
+    row = next(row for row in _rows(op, args, None) if row.always or _fits(row, args, tokens))
+    spec = row.candidates[0][0]
+    return spec if row.measured and base_name(spec) == label else label
 
 
 def _frozen(op: Op, args: tuple[Any, ...], implementation: Implementation) -> Choice:
@@ -229,8 +250,8 @@ class _Row:
     always: bool  # the row has no condition
 
 
-def _fits(row: _Row, args: tuple[Any, ...]) -> bool:
-    return (row.most_tokens is None or _tokens(args) <= row.most_tokens) and fits(row.preference, args)
+def _fits(row: _Row, args: tuple[Any, ...], tokens: int) -> bool:
+    return (row.most_tokens is None or tokens <= row.most_tokens) and fits(row.preference, args)
 
 
 @dataclass
@@ -241,6 +262,8 @@ class _State:
     decisions: Decisions | None = None
     on_cpu: dict[str, tuple[_Row, ...]] = field(default_factory=dict)  # by op, without decisions
     ranked: dict[tuple[object, ...], tuple[_Row, ...]] = field(default_factory=dict)
+    # with decisions, by what is cheap to read of a call: the rows for each class of load
+    quick: dict[tuple[object, ...], list[tuple[_Row, ...]]] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
 
@@ -257,6 +280,7 @@ def use_decisions(path: Path | str | None) -> None:
     _state.known, _state.decisions = True, decisions
     _state.on_cpu.clear()
     _state.ranked.clear()
+    _state.quick.clear()
     _state.warned.clear()
 
 
@@ -265,9 +289,33 @@ def _rows(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] | 
     first = leading(args)
     if first.is_cpu and not is_dynamo_compiling() and (rows := _state.on_cpu.get(op.name)) is not None:
         return rows
-    follows = _follows_decisions()
-    sizes = _sizes(args, None if weights is None else weights()) if follows else None
-    return _ranked(op.name, first.device, sizes)
+    if not _follows_decisions():
+        return _ranked(op.name, first.device, None)
+    known = None if weights is None else weights()
+    if is_dynamo_compiling() or not first.is_cpu:  # reading the load would make the host wait
+        return _ranked(op.name, first.device, _sizes(args, known))
+    plan = None
+    for value in args:
+        if type(value) is ExpertWeights:
+            known = value
+        elif type(value) is RoutingPlan:
+            plan = value
+    if plan is None or known is None:
+        return _ranked(op.name, first.device, _sizes(args, known))
+    w_in, rule = known.w_in_EDG, plan.layout
+    key = (
+        op.name, w_in.shape, w_in.dtype, type(w_in), known.activation, plan.row_TK.shape[1],
+        torch.get_num_threads(), rule.kind, rule.block_rows, rule.capacity, rule.capacity_factor, rule.drop,
+    )  # fmt: skip
+    if (found := _state.quick.get(key)) is None:
+        sizes = _sizes(args, known)
+        found = _state.quick[key] = [_ranked(op.name, first.device, sizes, load) for load in LOADS]
+    even, skewed = found
+    return even if even is skewed or _load(plan) == LOADS[0] else skewed
+
+
+def _load(plan: RoutingPlan) -> str:
+    return load_of(int(plan.count_E.max()), plan.row_TK.numel(), plan.count_E.numel())
 
 
 @while_tracing
@@ -280,13 +328,16 @@ def _follows_decisions() -> bool:
 
 
 @while_tracing
-def _ranked(op_name: str, device: torch.device, sizes: tuple[int | str, ...] | None) -> tuple[_Row, ...]:
+def _ranked(
+    op_name: str, device: torch.device, sizes: tuple[int | str, ...] | None, load: str = LOADS[0]
+) -> tuple[_Row, ...]:
     decisions = _state.decisions
     threads = torch.get_num_threads() if decisions else 0
-    key = (op_name, device, sizes, threads, assumed())
+    facts = None if sizes is None else Facts(*sizes)  # type: ignore[arg-type]
+    entry = None if decisions is None or facts is None else decisions.find(op_name, facts, threads, load)
+    key = (op_name, device, sizes, threads, assumed(), entry and entry.load)
     if (rows := _state.ranked.get(key)) is None:
-        facts = None if sizes is None else Facts(*sizes)  # type: ignore[arg-type]
-        rows = _state.ranked[key] = _rank(get_op(op_name), device, facts, decisions, threads)
+        rows = _state.ranked[key] = _rank(get_op(op_name), device, facts, decisions, entry)
         if decisions is None and device.type == "cpu":
             _state.on_cpu[op_name] = rows
     return rows
@@ -300,18 +351,22 @@ def _warn_once(warning: str) -> None:
 
 
 def _rank(
-    op: Op, device: torch.device, facts: Facts | None, decisions: Decisions | None, threads: int
+    op: Op,
+    device: torch.device,
+    facts: Facts | None,
+    decisions: Decisions | None,
+    entry: DecisionEntry | None,
 ) -> tuple[_Row, ...]:
-    entry, because, warning = None, "decisions are off", None
+    because, warning = "decisions are off", None
     if decisions is not None:
         because = "a choice without sizes follows no decisions"
         if (mismatch := _mismatch(decisions)) is not None:
-            because = mismatch
+            because, entry = mismatch, None
             warning = (
                 f'{mismatch}, so impl="auto" uses the preferences of the ops; make decisions on this machine '
                 f"with `mrb tune decide`, or turn these off (unset {VARIABLE}, or use_decisions(None))"
             )
-        elif facts is not None and (entry := decisions.find(op.name, facts, threads)) is None:
+        elif facts is not None:
             because = f"no measured decision for these sizes ({facts})"
     machine = machine_of(device)
     table = list(preferences(op, machine))
@@ -321,47 +376,51 @@ def _rank(
         warning = warning or f'impl="auto" would run compiled C++ here, but runs plain torch: {tool}'
 
     rows = []
-    for edge, preferred in product((*(entry.bounds if entry else ()), None), table):
-        wanted = _winner(op, decisions, entry, edge or MANY) if decisions and entry else {}
+    for (edge, winner), preferred in product(entry.spans if entry else [(None, None)], table):
+        wanted = _winner(op, decisions, entry, winner) if decisions and entry and winner else {}
+        changed = winner is not None and not wanted
         for spec in preferred.order:
-            wanted.setdefault(spec, f"preferred on {machine} ({because}): {preferred.evidence}")
-        wanted.setdefault(op.default, f"the default of {op.name} ({because})")
+            wanted.setdefault(
+                spec, f"preferred on {machine} ({because}{CHANGED * changed}): {preferred.evidence}"
+            )
+        wanted.setdefault(op.default, f"the default of {op.name} ({because}{CHANGED * changed})")
         found, passed = {}, ""
         for spec, why in wanted.items():
             try:
                 found[spec] = op.get(spec), why + passed
             except NotImplementedError as absent:
                 passed += f"; {spec} cannot run: {str(absent).partition(': ')[2]}"
-        lost = entry is not None and next(iter(found)) != next(iter(wanted))
+        followed = winner is not None and not changed
+        lost = followed and next(iter(found)) != next(iter(wanted))
         shown = _passed_over(op, passed) if lost else warning
         rows.append(
             _Row(
                 most_tokens=edge,
                 preference=preferred,
                 candidates=tuple((spec, Choice(*chosen, shown)) for spec, chosen in found.items()),
-                measured=entry is not None and not lost,
+                measured=followed and not lost,
                 always=edge is None and preferred.always,
             )
         )
     return tuple(rows)
 
 
-def _winner(op: Op, decisions: Decisions, entry: DecisionEntry, tokens: int) -> dict[str, str]:
-    """The measured winner, and a sentence about its measurement."""
-    spec, measured_T = entry.winner(tokens)
+def _winner(op: Op, decisions: Decisions, entry: DecisionEntry, winner: Winner) -> dict[str, str]:
+    """The measured winner, and a sentence about its measurement; empty if its code has changed since."""
     try:
-        op.get(spec)
+        op.get(winner.impl)
     except NotImplementedError:
         pass  # it exists, but a library it needs is not installed
     except ValueError as error:
         raise ValueError(
-            f"the decisions in {decisions.path} name {op.name}.{spec}, which cannot be used: {error}; "
+            f"the decisions in {decisions.path} name {op.name}.{winner.impl}, which cannot be used: {error}; "
             "make them anew with `mrb tune decide`"
         ) from None
-    at = "over all measured T" if measured_T is None else f"at T={measured_T}"
+    if op.source_hash(winner.impl) != winner.source:
+        return {}
     threads = "1 thread" if entry.threads == 1 else f"{entry.threads} threads"
     where = f"{entry.workload}, {threads}, on this machine, from {decisions.source}"
-    return {spec: f"measured winner for {entry.facts}, {at}, {where}"}
+    return {winner.impl: f"measured winner for {entry.facts}, at T={winner.T}, {where}"}
 
 
 def _passed_over(op: Op, passed: str) -> str:
@@ -404,4 +463,5 @@ def _sizes(args: tuple[Any, ...], weights: ExpertWeights | None) -> tuple[int | 
         return None
     w_in = weights.w_in_EDG
     sizes = (weights.D, weights.F, weights.num_experts, K)
-    return (*sizes, name_of(w_in.dtype), str(layout), weights.activation, w_in.device.type)
+    frozen = isinstance(w_in, Frozen)
+    return (*sizes, name_of(w_in.dtype), str(layout), weights.activation, w_in.device.type, frozen)

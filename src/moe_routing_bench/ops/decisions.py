@@ -1,4 +1,7 @@
-"""Decisions: which implementation was measured to be fastest, read from a file of `mrb tune decide`.
+"""Decisions: which implementation was measured to be fastest, read from a file of `mrb tune`.
+
+A decision is for one machine, torch, operation, code, size of layer, dtype, range of tokens and class of
+load. There is none outside the numbers of tokens that were measured.
 
 The file comes from outside: its size is limited, every value is checked, and the implementations it names
 must exist here. Nothing in the file is executed.
@@ -18,13 +21,23 @@ from moe_routing_bench.core.plan import Layout
 from moe_routing_bench.core.text import printable
 
 SCHEMA = "moe-routing-bench decisions"
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 16 << 20
 MAX_ENTRIES = 10_000
 MAX_TOKEN_COUNTS = 1_000
 MAX_TIES = 100
 MAX_TEXT = 1_000
 MAX_SIZE = 2**40
+
+
+LOADS = ("even", "skewed")
+
+
+def load_of(most_rows: float, pairs: int, experts: int) -> str:
+    """The class of a load, by the rows of the busiest expert: even routing gives it hardly more than the mean
+    and five standard deviations."""
+    mean = pairs / max(experts, 1)
+    return LOADS[most_rows > mean + 5 * math.sqrt(mean) + 2]
 
 
 class Facts(NamedTuple):
@@ -39,28 +52,35 @@ class Facts(NamedTuple):
     layout: str
     activation: str
     device: str = "cpu"
+    frozen: bool = False  # the weights are packed; then only settings of the kernel that packed them differ
 
     def __str__(self) -> str:
         sizes = f"D={self.D} F={self.F} E={self.E} K={self.K}"
-        return f"{sizes} {self.dtype} {self.layout} {self.activation} on {self.device}"
+        frozen = " frozen" if self.frozen else ""
+        return f"{sizes} {self.dtype} {self.layout} {self.activation} on {self.device}{frozen}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Winner:
-    """Winner(T=16, impl="staged", ties=("eager_loop",), ratio=0.81): at 16 tokens it takes 0.81 of the
-    baseline's time, and eager_loop is about as fast."""
+    """Winner(T=16, impl="staged", ties=("eager_loop",), ratio=0.81, low=0.79, high=0.84, source="1f3a...")
+
+    At 16 tokens it takes 0.81 of the baseline's time, and eager_loop is about as fast. Who is not shown to be
+    faster than the baseline is no winner: a tie keeps the baseline."""
 
     T: int
     impl: str
     ties: tuple[str, ...]
     ratio: float | None
+    low: float | None  # the 99 % interval of the ratio
+    high: float | None
+    source: str  # Op.source_hash of the code that was measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionEntry:
     """The winners of one operation at one size of layer.
 
-    DecisionEntry(op="expert_ffn", facts=Facts(D=2048, ...), threads=1, workload="zipf(1.2)",
+    DecisionEntry(op="expert_ffn", facts=Facts(D=2048, ...), threads=1, workload="zipf(1.2)", load="skewed",
                   overall="staged", regret_median=0.0, regret_worst=0.04, by_tokens=(Winner(T=16, ...),))
     Using `overall` for every T instead of each T's winner costs nothing at the median and 4 % at worst.
     """
@@ -69,23 +89,22 @@ class DecisionEntry:
     facts: Facts
     threads: int
     workload: str
+    load: str  # one of LOADS
     overall: str
     regret_median: float | None
     regret_worst: float | None
     by_tokens: tuple[Winner, ...]
 
     @property
-    def bounds(self) -> list[int]:
-        """For each measured T except the last: the most tokens to which it is nearest, by ratio."""
-        measured = sorted(winner.T for winner in self.by_tokens)
-        return [math.isqrt(few * many) for few, many in pairwise(measured)]
-
-    def winner(self, tokens: int) -> tuple[str, int | None]:
-        """The implementation, and the T at which it was measured; None for the overall one."""
-        if not self.by_tokens:
-            return self.overall, None
-        nearest = min(self.by_tokens, key=lambda winner: abs(math.log(winner.T / max(tokens, 1))))
-        return nearest.impl, nearest.T
+    def spans(self) -> list[tuple[int | None, Winner | None]]:
+        """The most tokens of each range, and its winner: the one measured nearest by ratio. There is none
+        below the least and above the largest number of tokens that was measured."""
+        measured = sorted(self.by_tokens, key=lambda winner: winner.T)
+        if not measured:
+            return [(None, None)]
+        ends = [math.isqrt(few.T * many.T) for few, many in pairwise(measured)]
+        inside = zip([*ends, measured[-1].T], measured, strict=True)
+        return [(measured[0].T - 1, None), *inside, (None, None)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +122,12 @@ class Decisions:
     source: str  # the folder of results it was made from
     entries: tuple[DecisionEntry, ...]
 
-    def find(self, op: str, facts: Facts, threads: int) -> DecisionEntry | None:
-        """The entry for exactly these sizes, dtype, layout, activation and device. If there are several, with
-        other threads or workloads: the first with this many threads, else the first in the file."""
+    def find(self, op: str, facts: Facts, threads: int, load: str = LOADS[0]) -> DecisionEntry | None:
+        """The entry for exactly these sizes, dtype, layout, activation and device. If there are several: the
+        first with this many threads, of these the first with this class of load, else the first in the file.
+        """
         fits = [entry for entry in self.entries if entry.op == op and entry.facts == facts]
-        return min(fits, key=lambda entry: entry.threads != threads, default=None)
+        return min(fits, key=lambda entry: (entry.threads != threads, entry.load != load), default=None)
 
 
 def read_decisions(path: Path | str) -> Decisions:
@@ -151,16 +171,21 @@ FIGURE: Check = (
     "a number from 0, or null",
     lambda it: it is None or (type(it) in (int, float) and 0 <= it <= MAX_SIZE),
 )
+LOAD: Check = f"one of {', '.join(LOADS)}", lambda it: type(it) is str and it in LOADS
+FLAG: Check = "true or false", lambda it: type(it) is bool
 FILE = {**dict.fromkeys(("machine", "torch", "made_at", "from"), TEXT), "entries": _list_of(MAX_ENTRIES)}
 FACTS = {
     **dict.fromkeys(("D", "F", "E", "K"), WHOLE),
     **dict.fromkeys(("dtype", "layout", "activation"), TEXT),
 }
 ENTRY = {
-    **FACTS, **dict.fromkeys(("op", "workload", "overall"), TEXT), "threads": WHOLE,
+    **FACTS, **dict.fromkeys(("op", "workload", "overall"), TEXT), "threads": WHOLE, "load": LOAD,
     "regret_median": FIGURE, "regret_worst": FIGURE, "by_tokens": _list_of(MAX_TOKEN_COUNTS),
 }  # fmt: skip
-WINNER = {"T": WHOLE, "impl": TEXT, "ties": _list_of(MAX_TIES), "ratio": FIGURE}
+WINNER = {
+    "T": WHOLE, "impl": TEXT, "ties": _list_of(MAX_TIES), "source": TEXT,
+    **dict.fromkeys(("ratio", "low", "high"), FIGURE),
+}  # fmt: skip
 
 
 def _decisions(path: Path, document: Any) -> Decisions:
@@ -178,13 +203,13 @@ def _decisions(path: Path, document: Any) -> Decisions:
 
 
 def _entry(value: Any, where: str) -> DecisionEntry:
-    fields = _checked(value, where, ENTRY, device=TEXT)
+    fields = _checked(value, where, ENTRY, device=TEXT, frozen=FLAG)
     winners = [
         _winner(winner, f"by_tokens {i} of {where}") for i, winner in enumerate(fields.pop("by_tokens"))
     ]
     if len({winner.T for winner in winners}) < len(winners):
         raise ValueError(f"{where} has two winners for the same T")
-    facts = {name: fields.pop(name) for name in (*FACTS, "device") if name in fields}
+    facts = {name: fields.pop(name) for name in (*FACTS, "device", "frozen") if name in fields}
     facts["layout"] = str(Layout.parse(facts["layout"]))
     return DecisionEntry(facts=Facts(**facts), by_tokens=tuple(winners), **fields)
 

@@ -36,10 +36,16 @@ def _output_first(w_EKN: Tensor) -> Tensor:
     return w_ENK.transpose(1, 2)
 
 
-def why_not(weights: ExpertWeights) -> str | None:
-    """Why Transformers cannot compute these experts; None if it can."""
+def why_absent() -> str | None:
     if importlib.util.find_spec("transformers") is None:
         return "needs transformers; pip install 'moe-routing-bench[hf]'"
+    return None
+
+
+def why_not(weights: ExpertWeights) -> str | None:
+    """Why Transformers cannot compute these experts; None if it can."""
+    if (reason := why_absent()) is not None:
+        return reason
     if weights.activation not in ACTIVATION:
         return f"Transformers' Qwen3 experts are gated: swiglu or geglu, not {weights.activation}"
     if weights.b_in_EG is not None or weights.b_out_ED is not None:

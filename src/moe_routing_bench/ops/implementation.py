@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_routing_bench.core.frozen import Frozen
 from moe_routing_bench.core.packed_files import PackedFiles
+from moe_routing_bench.ops.knobs import KnobSet
 
 
 def supported_everywhere(*_arguments: Any) -> None:
@@ -34,7 +35,8 @@ class Implementation:
     run: Callable[..., Any]
     unsupported: Callable[..., str | None] = supported_everywhere
     config: Mapping[str, Any] = field(default_factory=dict)
-    configs: Sequence[Mapping[str, Any]] = ()  # configurations that a tuner may try
+    configs: Sequence[Mapping[str, Any]] = ()  # configurations to check; a tuner takes those of `knobs`
+    knobs: type[KnobSet] | None = None  # options that change its time alone
     forward_only: bool = False  # it has no gradients and refuses inputs that require them
     host_sync: str = ""  # why it must read device values on the host
     spreads_nan: str = ""  # why NaN in one token reaches others, or experts it did not choose
@@ -124,21 +126,25 @@ class Implementation:
     def configured(self, config: Mapping[str, Any], op_parameters: Sequence[str]) -> Implementation:
         """The implementation with its options set. `unsupported` gets the options that it takes."""
         takes_run, takes_unsupported = (
-            set(inspect.signature(function).parameters) - set(op_parameters)
+            set(inspect.signature(function).parameters) - {*op_parameters, "knobs"}
             for function in (self.run, self.unsupported)
         )
-        if unknown := set(config) - takes_run:
+        knobs = set() if self.knobs is None else {one.name for one in fields(self.knobs)}
+        if unknown := set(config) - takes_run - knobs:
             raise ValueError(
                 f"{self.op}.{self.name} has no option {', '.join(sorted(unknown))}; "
-                f"it has {', '.join(sorted(takes_run)) or 'none'}"
+                f"it has {', '.join(sorted(takes_run | knobs)) or 'none'}"
             )
         seen = {name: value for name, value in config.items() if name in takes_unsupported}
         store = {"store": config["store"]} if config.get("store") else {}
+        passed = {name: value for name, value in config.items() if name not in knobs}
+        if self.knobs is not None and (turned := {name: config[name] for name in config if name in knobs}):
+            passed["knobs"] = self.knobs(**turned)
         return replace(
             self,
             config=config,
             freeze=partial(self.freeze, **store) if self.freeze and store else self.freeze,
-            run=partial(self.run, **config) if config else self.run,
+            run=partial(self.run, **passed) if passed else self.run,
             unsupported=partial(self.unsupported, **seen) if seen else self.unsupported,
             freeze_stored=partial(self.freeze_stored, **store) if self.freeze_stored and store else None,
             stored=partial(self.stored, **store) if self.stored and store else None,

@@ -9,10 +9,11 @@
 enum { LANES = sizeof(Lanes) / 4, FEW = 24 };  // rows, by trial
 static const int64_t SUMS_BYTES = 1 << 18;  // of one task
 
-// True if an expert with this many rows is read in place. steady: only if the bits are those of packed weights.
-template <class Engine> static bool in_place(int64_t rows, int64_t sk, int64_t sn, bool steady) {
+// True if an expert with this many rows is read in place. steady: only if the bits are those of packed weights; few: 0 for
+// the rule of this file
+template <class Engine> static bool in_place(int64_t rows, int64_t sk, int64_t sn, bool steady, int64_t few = 0) {
   const bool tiles = sizeof(typename Engine::A) == 2;  // AMX multiplies faster, so fewer rows; estimated, not measured
-  return rows <= (tiles ? FEW / 2 : FEW) && (sn == 1 ? !(steady && tiles) : sk == 1 && !steady);
+  return rows <= (few ? few : tiles ? FEW / 2 : FEW) && (sn == 1 ? !(steady && tiles) : sk == 1 && !steady);
 }
 
 struct Task {

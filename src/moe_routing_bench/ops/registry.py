@@ -15,13 +15,15 @@ Its own options are keywords after the op's arguments; `unsupported` takes the o
     plain(*arguments, store)                       the same computation in plain torch, if it rounds more
     freeze(weights)                                weights in the form it reads fastest, made once
 
-and FORWARD_ONLY, CONFIGS, NEEDS, HOST_SYNC, SPREADS_NAN, DETERMINISTIC, BATCH_INVARIANT, REUSES_OUTPUT or
-TIES (DESIGN.md). `mrb list` shows the first line of its docstring. There is no fallback: an implementation
-that cannot run raises NotImplementedError with the reason.
+and a dataclass Knobs of options that change its time alone (ops/knobs.py), FORWARD_ONLY, CONFIGS, NEEDS,
+HOST_SYNC, SPREADS_NAN, DETERMINISTIC, BATCH_INVARIANT, REUSES_OUTPUT or TIES (DESIGN.md). `mrb list` shows
+the first line of its docstring. There is no fallback: an implementation that cannot run raises
+NotImplementedError with the reason.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -40,7 +42,8 @@ from torch import Tensor
 
 from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict, judge_gradient, judge_result
 from moe_routing_bench.core.cost import Cost
-from moe_routing_bench.core.names import did_you_mean, parse_spec
+from moe_routing_bench.core.cpp import with_includes
+from moe_routing_bench.core.names import base_name, did_you_mean, parse_spec
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.tracing import while_tracing
 
@@ -167,6 +170,20 @@ class Op:
         files = sorted(path for root in roots for path in root.rglob("*.py"))
         return files or ([Path(spec.origin)] if spec.origin else [])
 
+    def source_hash(self, spec: str) -> str:
+        """16 digits that change with the code of an implementation: its file, the C++ beside it with our
+        headers, and those of the implementations that its options name."""
+        name, config = parse_spec(spec)
+        parts = [(self, name)] + [
+            (get_op(option), base_name(str(part)))
+            for option, part in config.items()
+            if option in built_in_ops()
+        ]
+        python = [path for op, part in parts for path in op.source_files(part)]
+        compiled = [path for path in python if path.with_suffix(".cpp").is_file()]
+        files = [*python, *(one for path in compiled for one in with_includes(path.with_suffix(".cpp")))]
+        return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
     def parameters(self) -> list[str]:
         return list(inspect.signature(self.reference).parameters)
 
@@ -256,6 +273,7 @@ class Op:
             origin=origin,
             summary=first_line(module),
             configs=configs,
+            knobs=getattr(module, "Knobs", None),
             batch_invariant=bool(invariant),
             invariant_with=invariant if isinstance(invariant, Mapping) else {},
             ties=ties,

@@ -147,7 +147,9 @@ static void pack_strip(B* dst, const B* src, int64_t sk, int64_t sn, int64_t dep
 struct Ahead {
   const char* at;
   int64_t each;  // bytes, for every 1024 weights used
-  template <class B> static Ahead in(const B* b, int64_t bytes = 1024 * sizeof(B)) { return {(const char*)b + 8192, bytes}; }
+  template <class B> static Ahead in(const B* b, int64_t bytes = 1024 * sizeof(B), int64_t distance = 8192) {
+    return {(const char*)b + distance, bytes};
+  }
   template <class B> static Ahead share(const B* next, int64_t blocks, int64_t bytes = 1024 * sizeof(B)) {
     return {(const char*)next, next && blocks ? up_to(bytes / blocks, 64) : 0};
   }
@@ -351,8 +353,8 @@ struct Workspace {
   ~Workspace() { release(); }
 };
 
-// rows in blocks of nearly equal size: 12 rows are 6 + 6, not 11 + 1; AMX needs whole tiles instead
-template <class Engine> static inline int64_t block_rows(int64_t m) {
-  const int64_t blocks = (m + Engine::STEP - 1) / Engine::STEP;
-  return (int)Engine::STEP == 32 ? (int64_t)Engine::STEP : (m + blocks - 1) / blocks;
+// rows in blocks of nearly equal size: 12 rows are 6 + 6, not 11 + 1; AMX needs whole tiles instead. most: 0 for STEP
+template <class Engine> static inline int64_t block_rows(int64_t m, int64_t most = 0) {
+  const int64_t step = most ? std::min<int64_t>(most, Engine::STEP) : (int64_t)Engine::STEP, blocks = (m + step - 1) / step;
+  return (int)Engine::STEP == 32 ? step : (m + blocks - 1) / blocks;
 }

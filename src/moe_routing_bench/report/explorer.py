@@ -14,6 +14,7 @@ from moe_routing_bench.report.page import plain
 from moe_routing_bench.report.reading import Cell, Material, ratio_of
 from moe_routing_bench.report.tables import verdict_of
 from moe_routing_bench.results.record import Record
+from moe_routing_bench.results.repeating import command_of
 
 
 def explorer(material: Material) -> str:
@@ -73,7 +74,7 @@ def _hover(cell: Cell, record: Record) -> str:
         cell.title,
         cell.names[record.record_id],
         f"{1e3 * record.timing.median:.4g} ms, ratio {ratio_of(record):.3f}, {verdict_of(record)}",
-        label(record.repro, 120),
+        label(command_of(record), 120),
     )
     return "<br>".join(map(_text, lines))
 

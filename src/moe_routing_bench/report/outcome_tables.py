@@ -18,6 +18,7 @@ from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.verdict import OPEN
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.names import short_label, slots_of
+from moe_routing_bench.report.ceiling import ceilings
 from moe_routing_bench.report.console import Cells, fitted, heading, show, two_columns
 from moe_routing_bench.workloads.axes import values_of
 from moe_routing_bench.workloads.experiment import Experiment, device_kind
@@ -57,6 +58,8 @@ def show_outcome(outcome: CellOutcome, *, repro: bool = False, roofs: Roofs | No
         for table in _loads(outcome, ranked), _stages(outcome, ranked):
             if table:
                 show("", *table)
+        for one in ranked:
+            show(*(f"{_name(one, outcome)}: {limit}." for limit in ceilings(one.stages)))
     _show_not_timed(outcome)
     show("", *(Text(note, "dim") for note in _notes(outcome, ranked, roofs)))
     if repro:
@@ -243,6 +246,7 @@ def _loads(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> list[Re
 def _stages(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> list[RenderableType]:
     """Shows each stage as a share of the sum of stages, and this sum divided by the time of the whole
     call."""
+    ranked = [one for one in ranked if one.stages]
     names = list(dict.fromkeys(name for one in ranked for name in one.stages))
     if not names:
         return []

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from moe_routing_bench.core.names import base_name, did_you_mean, slots_of
 from moe_routing_bench.core.text import printable
+from moe_routing_bench.report.ceiling import ceilings
 from moe_routing_bench.report.console import columns_here, console, fitted_rows, recorded, show
 from moe_routing_bench.results.answers import BEST
 from moe_routing_bench.results.parquet import COLUMNS, quoted
@@ -147,6 +148,8 @@ def _show_overview(
             cells = [(*cell, row["error"]) for cell, row in zip(cells, shown, strict=True)]
         short = max(len(str(best)) for _, best, *_ in cells) <= MAX_NAME  # then it fits into any table
         show(table_of(columns, cells, words=("case", "than") if short else ("case", "best", "than")))
+        limits = {row[0]: ceilings(answer["stage_seconds"]) for row, answer in zip(cells, shown, strict=True)}
+        show(*(printable(f"{case}: {limit}.") for case, all_of in limits.items() for limit in all_of))
         if len(rows) > MAX_CASES:
             show(f"and {len(rows) - MAX_CASES:,} more cases; mrb results --json shows all")
     show("", f"{count}:", table_of(*counts))

@@ -33,8 +33,10 @@ from moe_routing_bench.report.tables import (
     study_table,
     verdict_of,
 )
+from moe_routing_bench.report.tuning_figures import gains, knob_map, top_ten, tuned
 from moe_routing_bench.report.winners import MEANING, Hovers, answer, decided, leads, winner_map
 from moe_routing_bench.results.record import Record
+from moe_routing_bench.results.repeating import command_of
 from moe_routing_bench.train.pareto import sentences
 
 HERE = Path(__file__).parent
@@ -189,6 +191,11 @@ def _sections(chapter: Chapter, hovers: Hovers, details: list[list[str]], room: 
             text=(MEANING,),
         ),
         _drawn("One choice everywhere", [], [regret_table(group) for group in groups], (choice,)),
+        _drawn(
+            "Tuned settings",
+            [picture for group in groups for picture in (gains(group), *map(knob_map, tuned(group)))],
+            [top_ten(cells) for group in groups for cells in tuned(group)],
+        ),
         _drawn("Time and memory", [draw.memory(group) for group in groups]),
         _drawn("Layouts", [draw.layouts(group) for group in groups]),
         _drawn("Stages", [draw.stages(group) for group in groups]),
@@ -252,7 +259,7 @@ def _ranked(cell: Cell, details: list[list[str]]) -> Ranked:
         table=table,
         details=tuple(range(start, len(details))),
         failed=failed,
-        command=cell.first.repro,
+        command=command_of(cell.first),
         words=f"{cell.title} {cell.model} {' '.join(cell.names.values())} {verdicts}".lower(),
     )
 
@@ -273,7 +280,7 @@ def _details(record: Record) -> list[str]:
     ]
     if comparison is not None:
         lines.append(f"against {comparison.baseline}: {comparison.reason}")
-    return [*map(plain, lines), plain(record.repro)]
+    return [*map(plain, lines), plain(command_of(record))]
 
 
 def _trained(study: Study) -> Section:

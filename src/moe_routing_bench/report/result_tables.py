@@ -98,8 +98,8 @@ def comparison_summary(runs: RunComparison) -> Text:
     lines.append("The two runs were not interleaved, so samples of A and B are not paired.")
     if raw:
         lines.append(
-            f"{raw} were compared by times alone, which also change with the machine; by times, unchanged "
-            "code is never called FASTER or SLOWER."
+            f"Compared by times alone: {raw}. Times also change with the machine, so there unchanged code is "
+            "never called FASTER or SLOWER."
         )
     moved = sum(change.same_code and change.verdict in ("FASTER", "SLOWER") for change in runs.changes)
     if moved:

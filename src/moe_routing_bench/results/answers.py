@@ -38,6 +38,7 @@ WITH passed AS (
 SELECT {SAME}, impl AS best, layout,
   median_ms, error, tokens_per_second, coalesce(ratio, 1) AS ratio, coalesce(baseline, 'itself') AS baseline,
   coalesce(verdict, '') AS verdict, implementations, next, next_layout, lead, lead_low, lead_high,
+  stage_seconds,
   CASE CASE
       WHEN next IS NULL THEN ''
       WHEN role = 'baseline' THEN next_verdict

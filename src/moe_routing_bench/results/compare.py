@@ -34,6 +34,7 @@ from moe_routing_bench.core.names import by_numbers, did_you_mean
 from moe_routing_bench.results.folder import CellRun, Run, read_run, samples_of
 from moe_routing_bench.results.read import LeftOut
 from moe_routing_bench.results.record import Record
+from moe_routing_bench.results.repeating import command_of
 from moe_routing_bench.workloads.axes import Group, axes_of, names_of
 from moe_routing_bench.workloads.experiment import Experiment
 
@@ -371,7 +372,7 @@ def compare_runs(
 
 def _turned(failed: MeasuredOnce, b: MeasuredOnce) -> Turned:
     why = failed.record.correctness
-    return Turned(name=b.name, status=str(why.status), reason=why.reason, repro=b.record.repro)
+    return Turned(name=b.name, status=str(why.status), reason=why.reason, repro=command_of(b.record))
 
 
 def _apart(a: MeasuredOnce, b: MeasuredOnce) -> Apart:
@@ -455,7 +456,7 @@ def _changes(
                 ms=(_ms(a), _ms(b)),
                 record_a=a.record.record_id,
                 record_b=b.record.record_id,
-                repro=b.record.repro,
+                repro=command_of(b.record),
             )
         )
     return changes, unreadable

@@ -18,17 +18,18 @@ from typing import Any
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.verdict import Regret
-from moe_routing_bench.core.names import by_numbers
+from moe_routing_bench.core.names import base_name, by_numbers
 from moe_routing_bench.core.plan import Layout
 from moe_routing_bench.core.text import printable
 from moe_routing_bench.core.whole_files import written_whole
 from moe_routing_bench.ops import decisions
 from moe_routing_bench.ops.decisions import Facts, read_decisions
-from moe_routing_bench.ops.registry import BUILT_IN
+from moe_routing_bench.ops.registry import BUILT_IN, get_op
 from moe_routing_bench.results.folder import CellRun, Run, read_run
 from moe_routing_bench.results.read import LeftOut
 from moe_routing_bench.results.record import DEFAULT_ROUTER, Record
 from moe_routing_bench.results.winners import Contest, Contested, contested, contests, regrets
+from moe_routing_bench.workloads.experiment import ImplementationRef
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +169,6 @@ def _is_asked(record: Record, notes: _Notes) -> bool:
     experiment, store = record.experiment, record.experiment.store
     _, router, layer = record.implementation.setting
     unlike = {
-        "measured on frozen weights, where the choice is already made": record.implementation.frozen,
         f"measured {experiment.direction}, not forward": experiment.direction != "forward",
         f"measured with the router {printable(router)}": router != DEFAULT_ROUTER,
         f"measured in the layer {printable(layer)}": layer != "",
@@ -245,7 +245,7 @@ def _question(record: Record, notes: _Notes) -> Question | None:
         return None
     facts = Facts(
         D=w.D, F=w.F, E=w.E, K=w.K, dtype=w.dtype, layout=layout, activation=w.activation,
-        device=w.device,
+        device=w.device, frozen=record.implementation.frozen,
     )  # fmt: skip
     return Question(op=op, facts=facts, threads=w.threads, workload=w.workload)
 
@@ -258,9 +258,15 @@ def _contested(
     for record in records:
         one = record.implementation
         # "auto" is not a choice; the implementation that it picked is
-        by_name.setdefault(one.label if one.spec == "auto" else one.spec, record)
+        spec = ImplementationRef.read(one.spec).name
+        by_name.setdefault(one.label if spec == "auto" else spec, record)
         if one.origin != BUILT_IN:
             notes.add(f"{question.op}.{one.spec} is not built in: users of the decisions need it too")
+    if question.facts.frozen and (len(by_name) < 2 or len({base_name(name) for name in by_name}) > 1):
+        notes.add(
+            "records not used: measured on frozen weights, where the choice is already made", len(records)
+        )
+        return None
     try:
         return question, contested(run, cell, by_name)
     except ValueError as error:
@@ -285,7 +291,8 @@ def _entry(answer: SizeDecision) -> dict[str, Any]:
     return {
         "op": answer.question.op,
         **{letter: getattr(facts, letter) for letter in "DFEK"},
-        **{name: getattr(facts, name) for name in ("dtype", "layout", "activation", "device")},
+        **{name: getattr(facts, name) for name in ("dtype", "layout", "activation", "device", "frozen")},
+        "load": answer.contests[-1].load,  # of few tokens every load looks even
         "threads": answer.question.threads,
         "workload": answer.question.workload,
         "overall": overall.implementation,
@@ -294,13 +301,21 @@ def _entry(answer: SizeDecision) -> dict[str, Any]:
         "by_tokens": [
             {
                 "T": contest.T,
-                "impl": contest.winner,
-                "ties": list(contest.ties[: decisions.MAX_TIES]),
-                "ratio": contest.ratios[contest.winner],
+                "impl": contest.chosen,
+                "ties": [name for name in contest.ties if name != contest.chosen][: decisions.MAX_TIES],
+                "ratio": contest.ratios[contest.chosen],
+                **_interval(contest),
+                "source": get_op(answer.question.op).source_hash(contest.chosen),
             }
             for contest in answer.contests
         ],
     }
+
+
+def _interval(contest: Contest) -> dict[str, float | None]:
+    one = contest.against_baseline.get(contest.chosen)
+    low, high = (None, None) if one is None else one.interval
+    return {"low": low, "high": high}
 
 
 def _is_text(text: str) -> bool:

@@ -28,6 +28,7 @@ from moe_routing_bench.bench.status import Status
 from moe_routing_bench.core.whole_files import write_whole, written_whole
 from moe_routing_bench.results.read import RECORDS, LeftOut, is_plain_file, read_records, session_folders
 from moe_routing_bench.results.record import Record
+from moe_routing_bench.results.repeating import command_of
 from moe_routing_bench.workloads.axes import axes_of
 from moe_routing_bench.workloads.experiment import Experiment
 
@@ -72,7 +73,7 @@ NAMED = {
 }
 WITHOUT_COLUMN = (
     "schema_version", "log_tail", "timing.samples.file", "timing.samples.offset", "timing.samples.sha256",
-    "experiment.implementations", "experiment.include",
+    "experiment.implementations", "experiment.include", "profile",
 )  # fmt: skip
 # columns of version 2, and the columns that replace them
 COPIES = {"protocol_seed": "routing_seed", "routing_suite_version": "suite_version"}
@@ -259,7 +260,8 @@ def fold(connection: duckdb.DuckDBPyConnection, source: Source) -> Source:
 def write_rows(path: Path, records: Iterable[Record]) -> None:
     """Writes records for `select_rows`, so that SQL reads only what the schema has checked."""
     with path.open("wb") as file:
-        file.writelines(record.line() for record in records)
+        for record in records:
+            file.write(record.model_copy(update={"repro": command_of(record)}).line())
 
 
 def select_rows(rows: Path) -> str:

@@ -118,7 +118,9 @@ def _move(source: dict[str, Any], target: dict[str, Any], *names: str) -> None:
 
 MAX_LINE_BYTES = 64 * 1024
 MAX_LOG = 2_000
+MAX_OPERATIONS = 32
 DEFAULT_ROUTER = "softmax_topk"
+TUNING = "tune"  # the suite of records that `mrb tune layer` and `mrb tune op` write
 SETTING = ("layout", "router", "layer")
 SESSION = r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}"
 
@@ -246,7 +248,10 @@ class ImplementationFacts(RecordPart):
 
 class Protocol(RecordPart):
     """How it was measured: rounds=40, calls_per_sample=3, stop_reason="budget", ...
-    all_threads: the threads of all ranks together."""
+
+    all_threads: the threads of all ranks together
+    held: what kept the process of code from outside still between its turns; "" if it shares one with others
+    """
 
     all_threads: Size
     rounds: Count
@@ -254,6 +259,7 @@ class Protocol(RecordPart):
     warmup_calls: Count
     stop_reason: Sentence
     fresh_inputs: Name
+    held: Name = ""
 
 
 class SamplesFile(RecordPart):
@@ -320,6 +326,16 @@ class Timing(RecordPart):
         if not self.least - slack <= self.mean <= self.most + slack:
             raise ValueError("the mean must lie between least and most")
         return self
+
+
+class Operation(RecordPart):
+    """bench.outcome.Operation"""
+
+    calls: Amount
+    self_seconds: Seconds
+    seconds: Seconds
+    device_seconds: Seconds
+    memory_bytes: Annotated[float, Field(ge=-1e30, le=1e30)]
 
 
 class ComparisonFacts(RecordPart):
@@ -444,6 +460,8 @@ class Record(RecordPart):
     environment: Hash
     repro: Annotated[str, Field(max_length=4_000, pattern=r"^[^\x00-\x1f\x7f]*$")]
     log_tail: Log
+    # the longest operations, by name; empty if it was not profiled
+    profile: Annotated[dict[Name, Operation], Field(max_length=MAX_OPERATIONS)] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _no_time_without_a_pass(self) -> Self:

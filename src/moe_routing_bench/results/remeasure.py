@@ -19,8 +19,9 @@ from moe_routing_bench.bench.spans.span import is_ours, span_named
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.text import one_line
 from moe_routing_bench.results.folder import environments, iterate
-from moe_routing_bench.results.record import Record, RecordedExperiment
-from moe_routing_bench.workloads.axes import axes_of, defaults_of, names_of
+from moe_routing_bench.results.record import Record
+from moe_routing_bench.results.repeating import measurable
+from moe_routing_bench.workloads.axes import defaults_of, names_of
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from moe_routing_bench.workloads.workload import file_of
 
@@ -64,18 +65,6 @@ def measure_again(
         measured += 1
         answers.append(_held_against(run(experiment), records))
     return answers
-
-
-def measurable(recorded: RecordedExperiment) -> Experiment:
-    """Returns the experiment of a record. Axes that an old record lacks have their default. It raises a
-    ValueError if the routing is missing."""
-    known = {one.name: getattr(recorded, one.name) for one, _ in axes_of(Experiment)}
-    known = {name: value for name, value in known.items() if value is not None}
-    if "workload" not in known:
-        raise ValueError("its worker died before it reported how tokens were routed")
-    known.setdefault("weights", span_named(recorded.span).weights)
-    known["implementations"] = tuple(ImplementationRef(**dict(one)) for one in known["implementations"])
-    return Experiment(**known)
 
 
 def experiment_of(records: Sequence[Record]) -> Experiment:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_routing_bench.bench.verdict import MIN_ROUNDS, Comparison, Regret, Verdict, compare_cells, regret
+from moe_routing_bench.ops.decisions import load_of
 from moe_routing_bench.results.folder import CellRun, Run, samples_of
 from moe_routing_bench.results.record import Record
 
@@ -35,9 +36,18 @@ class Contest:
 
     T: int
     case: str
+    load: str  # of the experts, one of ops.decisions.LOADS
     winner: str
     ratios: dict[str, float]
     against_winner: dict[str, Comparison]
+    against_baseline: dict[str, Comparison]  # as the cell compared them; the baseline itself is not in it
+
+    @property
+    def chosen(self) -> str:
+        """The fastest of those that are shown to be faster than the baseline; if none is, the baseline."""
+        faster = [name for name, one in self.against_baseline.items() if one.verdict == "FASTER"]
+        others = [name for name in self.ratios if name not in self.against_baseline]  # the baseline
+        return min([*faster, *others], key=lambda name: self.ratios[name], default=self.winner)
 
     @property
     def ties(self) -> tuple[str, ...]:
@@ -115,8 +125,25 @@ def contests(fields: Sequence[Contested]) -> list[Contest]:
     for field, winner, others in zip(fields, winners, against, strict=True):
         one = field.records[winner].experiment
         ratios = {winner: field.ratios[winner], **field.ratios}  # of equal ratios `regret` takes the first
-        listed.append(Contest(T=one.T, case=one.case, winner=winner, ratios=ratios, against_winner=others))
+        paired = {
+            name: _comparison(record, flipped=False)
+            for name, record in field.records.items()
+            if record.comparison
+        }
+        listed.append(
+            Contest(
+                T=one.T, case=one.case, load=_load(field.records[winner]), winner=winner, ratios=ratios,
+                against_winner=others,
+                against_baseline={name: found for name, found in paired.items() if found is not None},
+            )
+        )  # fmt: skip
     return listed
+
+
+def _load(record: Record) -> str:
+    assert record.routing is not None  # it passed
+    pairs, experts = record.experiment.T * record.experiment.K, max(record.experiment.E, 1)
+    return load_of(record.routing.max_over_mean * pairs / experts, pairs, experts)
 
 
 def _paired(times: dict[str, NDArray[np.float64]], a: str, b: str) -> tuple[Any, Any]:

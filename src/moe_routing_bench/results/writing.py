@@ -89,6 +89,7 @@ def _record(
             warmup_calls=WARM_SAMPLES * one.calls_per_sample,
             stop_reason=outcome.stop_reason,
             fresh_inputs="every call",
+            held=one.held,
         ),
         timing=timing,
         comparison=comparison,
@@ -114,6 +115,10 @@ def _record(
         environment=environment,
         repro=repro_command(experiment, one.implementation),
         log_tail=log_tail(one.log_tail),
+        profile={
+            one_line(name, 300): schema.Operation(**vars(operation))
+            for name, operation in [*one.profile.items()][: schema.MAX_OPERATIONS]
+        },
     )
 
 

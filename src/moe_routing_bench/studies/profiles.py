@@ -1,9 +1,9 @@
-"""Profiles a MoE layer with torch.profiler: Transformers' layer, a hand-ordered path, and ours.
+"""Profiles a MoE layer with torch.profiler (Transformers' layer, a hand-ordered path, ours), or another span.
 
-The time is divided into four shares: route (logits, top-k, gates), pack (positions of all pairs, gathered
-rows), GEMM (both projections and the activation between them), combine (weighted rows back to tokens). Our
-stages and the hand-ordered ones run inside named ranges. Transformers' experts have no ranges, so `share_of`
-sorts their operations by name, shape and position. Time between operations is Python.
+The time of a layer is divided into four shares: route (logits, top-k, gates), pack (positions of all pairs,
+gathered rows), GEMM (both projections and the activation between them), combine (weighted rows back to
+tokens). Our stages and the hand-ordered ones run inside named ranges. Transformers' experts have no ranges,
+so `share_of` sorts their operations by name, shape and position. Time between operations is Python.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, record_function
 
 from moe_routing_bench.bench.inputs import Inputs
+from moe_routing_bench.bench.outcome import Operation
 from moe_routing_bench.bench.spans.layer import span as layer_span
 from moe_routing_bench.bench.spans.op import STAGED
+from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.core.experts import activate
 from moe_routing_bench.core.routing import TokenInfo
 from moe_routing_bench.models.hand_ordered import Stage, hand_ordered
@@ -55,19 +57,43 @@ class ProfiledOp:
     total_us: float
     self_device_us: float = 0.0
     device_us: float = 0.0
+    memory_bytes: int = 0  # allocated by the operation itself, less what it freed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """Profile(calls=10, seconds=0.031, rows=(...), shares={"route": 0.02, "pack": 0.1, ...})
 
-    seconds: of one call, with the cost of the profiler; shares: of the calls' time, with sum 1.
+    seconds: of one call, with the cost of the profiler; shares: of the calls' time, with sum 1; empty for
+    spans other than a layer.
     """
 
     calls: int
     seconds: float
     rows: tuple[ProfiledOp, ...]
     shares: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> ProfiledOp:
+        """Of all rows together, as torch's table ends."""
+        names = ("calls", "self_us", "self_device_us", "memory_bytes")
+        sums = {name: sum(getattr(row, name) for row in self.rows) for name in names}
+        return ProfiledOp(
+            name="all", **sums, total_us=1e6 * self.seconds * self.calls, device_us=sums["self_device_us"]
+        )
+
+    def operations(self, rows: int) -> dict[str, Operation]:
+        """The longest ones, for a record: of one call."""
+        return {
+            row.name: Operation(
+                calls=row.calls / self.calls,
+                self_seconds=1e-6 * row.self_us / self.calls,
+                seconds=1e-6 * row.total_us / self.calls,
+                device_seconds=1e-6 * row.device_us / self.calls,
+                memory_bytes=row.memory_bytes / self.calls,
+            )
+            for row in self.rows[:rows]
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +113,11 @@ def stage(name: str, nvtx: Any = None) -> Iterator[None]:
 
 
 def profiled(implementation: ImplementationRef, inputs: Inputs, nvtx: Any = None) -> Profiled:
-    """An implementation of the span `layer` with its stages in named ranges; layers of other libraries by
-    hooks."""
-    in_range = partial(stage, nvtx=nvtx)
-    computation = layer_span.built(implementation, inputs)
+    """A layer with its stages in named ranges, layers of other libraries by hooks. Other spans have none."""
+    in_range, span = partial(stage, nvtx=nvtx), span_named(inputs.experiment.span)
+    computation = span.built(implementation, inputs)
+    if span is not layer_span:
+        return Profiled(implementation=implementation, run=computation.run)
     owner = computation.owner
     if not isinstance(owner, MoE):
         modules = {} if owner is None else {"route": owner.gate, "experts": owner.experts}
@@ -145,12 +172,13 @@ def profile(one: Profiled, inputs: Inputs, *, calls: int, chrome: Path | None = 
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    made = [layer_span.call(one.implementation, inputs, 500 + n, n % 4) for n in range(calls + 2)]
-    given = [tuple(layer_span.arguments(call).values()) for call in made]
+    span = span_named(inputs.experiment.span)
+    made = [span.call(one.implementation, inputs, 500 + n, n % 4) for n in range(calls + 2)]
+    given = [tuple(span.arguments(call).values()) for call in made]
     with _hooked(one.modules):
         for args in given[:2]:
             one.run(*args)
-        with torch.profiler.profile(activities=activities, record_shapes=True) as seen:
+        with torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True) as seen:
             for args in given[2:]:
                 with stage("call"):
                     one.run(*args)
@@ -194,6 +222,7 @@ def read_profile(averages: Iterable[Any], events: Iterable[Any], *, calls: int, 
             total_us=average.cpu_time_total,
             self_device_us=average.self_device_time_total,
             device_us=average.device_time_total,
+            memory_bytes=average.self_cpu_memory_usage + average.self_device_memory_usage,
         )
         for average in averages
     ]
@@ -213,7 +242,8 @@ def read_profile(averages: Iterable[Any], events: Iterable[Any], *, calls: int, 
             spent[name] += time_of(event)
     spent["python"] = max(0.0, total - sum(spent.values()))
     order = sorted(rows, key=lambda row: -(row.self_device_us if on_device else row.self_us))
-    shares = {name: us / total for name, us in spent.items() if us > 0} if total else {}
+    in_shares = any(us for name, us in spent.items() if name != "python")
+    shares = {name: us / total for name, us in spent.items() if us > 0} if total and in_shares else {}
     return Profile(calls=calls, seconds=whole * 1e-6 / calls, rows=tuple(order), shares=shares)
 
 

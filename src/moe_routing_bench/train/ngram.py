@@ -19,8 +19,8 @@ STRENGTH = 5.0
 def trigram_loss(corpus: Corpus, source: int = 0) -> float:
     """Returns nats per byte on the whole held-out part of one source. The table takes 130 MB."""
     V = BYTES
-    text = b"".join(source.learnt for source in corpus.sources)
-    learnt = np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+    joined = b"".join(source.learnt for source in corpus.sources)
+    learnt = np.frombuffer(joined, dtype=np.uint8).astype(np.int64)
     one_V = np.bincount(learnt, minlength=V)
     two_VV = np.bincount(learnt[:-1] * V + learnt[1:], minlength=V * V)
     three = np.bincount((learnt[:-2] * V + learnt[1:-1]) * V + learnt[2:], minlength=V**3)

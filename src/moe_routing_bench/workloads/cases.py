@@ -235,6 +235,17 @@ def _dense(name: str, span: str, T: int, D: int, F: int = 1, **more: Any) -> Exp
     return _case(name, span, T, D, F, 1, 1, weights=span == "linear", activation="relu", **more)
 
 
+def seed_dense() -> list[Experiment]:
+    """Dense decoder blocks of the original plan: 32 heads of 64, 33,572,864 parameters, no gate, biases."""
+    return [
+        _case(
+            f"seed-dense/{B}x{N}", "decoder", B * N, 2048, 4096, 1, 1, heads=32, sequences=B,
+            activation="gelu", bias=True,
+        )
+        for B, N in product((1, 4, 8), (64, 128))
+    ]  # fmt: skip
+
+
 def seed_attention() -> list[Experiment]:
     """Attention: 512 heads of 16, 1,024 tokens, rotary inside, forward and backward; BERT; decoding."""
     founding = {"heads": 32, "kv_heads": 16, "sequences": 16, "causal": False, "rotary": True}
@@ -279,7 +290,7 @@ def seed_rmsnorm() -> list[Experiment]:
 SUITES: dict[str, Callable[[], list[Experiment]]] = {
     suite.__name__.replace("_", "-"): suite
     for suite in (
-        seed_fused, seed_qwen, seed_pack, seed_grid, seed_routing, seed_moe_block, seed_attention,
+        seed_fused, seed_qwen, seed_pack, seed_grid, seed_routing, seed_moe_block, seed_dense, seed_attention,
         seed_linear, seed_rmsnorm, seed_balance, topk_grid, gpu_quick, gpu_hour, cpu_grid, layouts,
         soft_moe, regret,
     )

@@ -141,7 +141,7 @@ class Experiment:
     """
 
     span: str = axis(
-        MISSING, "An op; or pack (dispatch and combine), routing, layer, block, parallel.",
+        MISSING, "An op; or pack (dispatch and combine), routing, layer, block, decoder, parallel.",
         compare="agree", plural="spans",
     )  # fmt: skip
     direction: str = axis(
@@ -243,6 +243,12 @@ class Experiment:
         False,
         "Run code from outside under bubblewrap: no network, nothing written.",
         flag="--sandbox",
+        since=3,
+    )
+    trust: bool = _how(
+        False,
+        "Call code from outside FASTER also where the system cannot hold it (no ptrace, no seccomp).",
+        flag="--trust",
         since=3,
     )
     all: bool = _how(

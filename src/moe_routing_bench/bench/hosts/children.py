@@ -24,8 +24,12 @@ from typing import Any, Self, TypeVar
 import psutil
 from pydantic import ValidationError
 
+from moe_routing_bench.bench.hosts.filtering import is_filtered
+from moe_routing_bench.bench.hosts.freezing import GoneError
+from moe_routing_bench.bench.hosts.holding import Tree
 from moe_routing_bench.bench.hosts.messages import Prepared, Ready, Reply, Timed
 from moe_routing_bench.bench.hosts.sandbox import SandboxedProcess
+from moe_routing_bench.bench.loaded import mapped_by
 from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.bench.untrusted import receive
 from moe_routing_bench.core.fork_server import (
@@ -41,6 +45,7 @@ from moe_routing_bench.workloads.experiment import Experiment
 
 MAX_ANSWER_BYTES = 2**20
 LOG_TAIL = 2_000
+HELD = "ptrace + seccomp"  # what holds code from outside where the system has both
 _now_ns = time.perf_counter_ns
 A = TypeVar("A", bound=Reply)
 
@@ -58,15 +63,17 @@ class Child:
     """A child process: Child(experiment, (1,), serve).ready().ask("describe", Described, place=0).
 
     serve: its main function, which gets a pipe, the experiment, its scratch folder, its cores, and `more`
+    held: it runs code from outside, so this process holds it and all it starts (holding.py); it waits for
+    that before it loads anything (shared_worker.py: wait_until_held)
     """
 
     def __init__(
         self, experiment: Experiment, cores: tuple[int, ...], serve: Callable[..., None], *more: str,
-        sandbox: bool = False, fds: Sequence[int] = (),
+        sandbox: bool = False, fds: Sequence[int] = (), held: bool = False,
     ):  # fmt: skip
         self.experiment, self.cores = experiment, cores
         self.called: set[int] = set()  # places of implementations that have made calls here
-        self.scratch = Path(tempfile.mkdtemp(prefix="mrb-"))
+        self.scratch, self._began = Path(tempfile.mkdtemp(prefix="mrb-")), time.time()
         # the log's name may lead elsewhere later, so it is only read through this
         self._log = os.open(self.scratch / "log", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._close_log = weakref.finalize(self, os.close, self._log)  # also if a sweep is abandoned
@@ -86,6 +93,31 @@ class Child:
             with without_main_module():
                 self._process.start()
         theirs.close()
+        self._tree: Tree | None = None
+        if held:
+            try:
+                self._tree = Tree(self.pid)
+                self._send({"do": "begin"})
+            except (GoneError, ImplementationError):
+                self.close()
+                raise ImplementationError(Status.CRASHED, "its process ended before it began") from None
+
+    @property
+    def held(self) -> str:
+        """By what: HELD, or a part of it."""
+        filtered = is_filtered(dict(re.findall(r"^(\w+):\s+(.*)$", self._status(), re.M)))
+        return " + ".join(["ptrace"] * (self._tree is not None) + ["seccomp"] * filtered)
+
+    def mapped(self) -> list[str]:
+        """Libraries from elsewhere than Python, the system and this package, by the system's list."""
+        return mapped_by(self.pid, self.scratch, self._began)
+
+    def left_running(self) -> int:
+        """How many processes it has started that still run, if it is held."""
+        if self._tree is None:
+            return 0
+        self._tree.serve()
+        return self._tree.others()
 
     def ready(self, meanwhile: Callable[[], None] = lambda: None) -> Self:
         """Waits until the child has made its inputs, which takes seconds for a model, and does `meanwhile`
@@ -195,14 +227,24 @@ class Child:
         text = os.pread(self._log, LOG_TAIL, max(0, size - LOG_TAIL)).decode(errors="replace")
         return printable(text, keep="\n")
 
+    def _join(self, seconds: float) -> None:
+        """Wait for its end, of which the system tells its holder first."""
+        deadline = time.monotonic() + seconds
+        while self._tree is not None and self._process.is_alive() and time.monotonic() < deadline:
+            self._tree.serve()
+            self._process.join(1e-3)
+        self._process.join(max(0.0, deadline - time.monotonic()))
+
     def close(self) -> None:
+        if self._tree is not None:
+            self._tree.end()
         if self._process.is_alive():
             # kill its whole group, which it made when it started: no forked child may stay
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if os.getpgid(self.pid) == self.pid:
                     os.killpg(self.pid, signal.SIGKILL)
             self._process.kill()
-        self._process.join(10)
+        self._join(10)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._pipe.close()
@@ -221,7 +263,8 @@ class Child:
     def _message(self) -> bytes:
         try:
             fds = self._pipe.fileno(), self._process.sentinel
-            return receive(*fds, seconds=self.limit, most_bytes=MAX_ANSWER_BYTES)
+            serve = None if self._tree is None else self._tree.serve
+            return receive(*fds, seconds=self.limit, most_bytes=MAX_ANSWER_BYTES, serve=serve)
         except TimeoutError:
             raise self._late() from None
         except (EOFError, ConnectionError):
@@ -234,7 +277,7 @@ class Child:
         return ImplementationError(status, f"it did not answer within {self.limit:.3g} s and was stopped")
 
     def _wrote_nonsense(self) -> ImplementationError:
-        self._process.join(0.2)
+        self._join(0.2)
         if not self._process.is_alive():  # it died in the middle of a message
             return self._died()
         return ImplementationError(Status.SUSPECT, "it wrote into the pipe of the benchmark")
@@ -252,7 +295,7 @@ class Child:
             raise ImplementationError(Status.SUSPECT, f"its answer to {self._asked} is not valid") from None
 
     def _died(self) -> ImplementationError:
-        self._process.join(5)
+        self._join(5)
         code = self._process.exitcode
         if code is None:
             return ImplementationError(

@@ -1,8 +1,4 @@
-"""Stops and wakes a process, and reads what the system knows about it: threads, children, CPU time.
-
-SIGSTOP cannot be caught or refused. A process is frozen when the system shows every thread of it as stopped;
-processes it started are not frozen but ended, since no kernel may leave any.
-"""
+"""Reads what the system knows about a process (threads, children, CPU time), and ends what is left behind."""
 
 from __future__ import annotations
 
@@ -21,26 +17,6 @@ FREEZE_SECONDS = 10.0
 
 class GoneError(Exception):
     """The process has ended."""
-
-
-def freeze(pid: int) -> None:
-    """Stop all threads of a process, and return only when they stand still."""
-    try:
-        os.kill(pid, signal.SIGSTOP)
-        deadline = time.monotonic() + FREEZE_SECONDS
-        while not all(_state(pid, tid) in "TZX" for tid in os.listdir(f"/proc/{pid}/task")):  # noqa: PTH208
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"its threads did not stop within {FREEZE_SECONDS:g} s")
-            time.sleep(1e-5)  # this process may be on the very core that they need to stop
-        if _state(pid, str(pid)) != "T":
-            raise GoneError
-    except (ProcessLookupError, FileNotFoundError):
-        raise GoneError from None
-
-
-def thaw(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGCONT)
 
 
 def _state(pid: int, tid: str) -> str:

@@ -43,6 +43,7 @@ class Reading:
 
     new_threads: how many more there are after it
     used, launch_seconds: what timed it on a device, and how long the host took to launch one call
+    held: what keeps its process still between turns, "ptrace + seccomp"; "" if nothing does
     """
 
     seconds: float
@@ -53,6 +54,7 @@ class Reading:
     new_threads: int = 0
     used: str = ""
     launch_seconds: float = 0.0
+    held: str = ""
     stages: Mapping[str, float] = field(default_factory=dict)
 
 

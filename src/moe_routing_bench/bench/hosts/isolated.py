@@ -111,7 +111,7 @@ class IsolatedHost:
             # at least half is left: code that suddenly does nothing must not get a time of nothing
             seconds=max(seconds - seat.taken_off, seconds / 2) / seat.calls,
             calls=seat.calls, parent_seconds=seconds, rss_before=before.rss_bytes,
-            rss_after=seat.child.vitals().rss_bytes,
+            rss_after=seat.child.vitals().rss_bytes, held=seat.held,
             # new threads may wait in a frozen process; those that work are seen by their CPU time
         )  # fmt: skip
 

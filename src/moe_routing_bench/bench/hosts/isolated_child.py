@@ -16,19 +16,14 @@ from torch import Tensor
 
 from moe_routing_bench.bench.hosts import isolated_worker
 from moe_routing_bench.bench.hosts.children import Child
-from moe_routing_bench.bench.hosts.freezing import (
-    GoneError,
-    cpu_seconds,
-    faults_of_ended_children,
-    freeze,
-    thaw,
-)
+from moe_routing_bench.bench.hosts.freezing import GoneError, cpu_seconds, faults_of_ended_children
+from moe_routing_bench.bench.hosts.holding import Tree
 from moe_routing_bench.bench.hosts.memory import Place, read_memory
 from moe_routing_bench.bench.hosts.messages import Done, Reply, ResultAt
 from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.workloads.experiment import Experiment
 
-READ_SECONDS = 30.0
+READ_SECONDS = 5.0  # memory that makes its reader wait longer is no result
 # a result may lie in memory with gaps, but not with more than this factor
 MAX_GAPS = 4
 _now_ns = time.perf_counter_ns
@@ -48,28 +43,34 @@ class IsolatedChild(Child):
     def __init__(self, experiment: Experiment, cores: tuple[int, ...], plan: str, fds: Sequence[int]):
         sandbox = experiment.sandbox
         super().__init__(
-            experiment, cores, isolated_worker.serve, plan, sandbox=sandbox, fds=fds if sandbox else ()
-        )
+            experiment, cores, isolated_worker.serve, plan,
+            sandbox=sandbox, fds=fds if sandbox else (), held=True,
+        )  # fmt: skip
         self.ready()
-        self._freeze()
+        self._stop()
+        self._look()
 
     def prepare(self, *, calls: int, hot: bool, empty: bool = False) -> None:
-        """Prepares a turn, which is not timed. Afterwards the child is frozen."""
-        thaw(self.pid)
+        """Prepares a turn, which is not timed. Afterwards the child stands still."""
+        self._check_still()
+        self.tree.resume()
         self.ask("prepare", Reply, calls=calls, hot=hot, empty=empty)
-        self._freeze()
+        self._stop()
+        self._look()
 
     def go(self) -> TimedCalls:
         """The timed span: from before it is woken until no thread of it can run any more."""
+        self._check_still()
         ended, cpu = faults_of_ended_children(self.pid), cpu_seconds(self.pid)
         self._asked = "go"
         with _on_cores(self.cores):
             started = _now_ns()
-            thaw(self.pid)
+            self.tree.resume()
             self._send({"do": "go"})
             message = self._message()
-            self._freeze()
+            self._stop()
             seconds = (_now_ns() - started) * 1e-9
+        self._look()
         cpu = cpu_seconds(self.pid) - cpu
         if faults_of_ended_children(self.pid) != ended:
             raise ImplementationError(Status.SUSPECT, "it started other processes in a timed call")
@@ -105,13 +106,28 @@ class IsolatedChild(Child):
     def _is_stopped(self) -> bool:
         return False  # it is by us, most of the time
 
-    def _freeze(self) -> None:
+    @property
+    def tree(self) -> Tree:
+        assert self._tree is not None
+        return self._tree
+
+    def _stop(self) -> None:
         try:
-            freeze(self.pid)
+            self.tree.stop()
         except GoneError:
             raise self._died() from None
         except TimeoutError as late:
             raise ImplementationError(Status.SUSPECT, str(late)) from None
+
+    def _look(self) -> None:
+        """What is left besides it when it stands still; from here on it must."""
+        if others := self.tree.others():
+            raise ImplementationError(Status.SUSPECT, f"it left {others} processes running")
+        self.tree.watch()
+
+    def _check_still(self) -> None:
+        if self.tree.has_moved():
+            raise ImplementationError(Status.SUSPECT, "its process ran while it was stopped")
 
     def _within(self, seconds: float, read: Callable[[], V]) -> V:
         """Ends the child if a read of its memory does not return. Another process may fill those pages and

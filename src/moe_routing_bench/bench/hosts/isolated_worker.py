@@ -19,7 +19,13 @@ from moe_routing_bench.bench.calls import Caller, tensors_by_name, wrong_type
 from moe_routing_bench.bench.clock import CacheFlusher
 from moe_routing_bench.bench.hosts.memory import SharedMemory, places_from_json, with_tensors
 from moe_routing_bench.bench.hosts.secret_inputs import use_weights
-from moe_routing_bench.bench.hosts.shared_worker import Requests, answer_requests, settle, start_threads
+from moe_routing_bench.bench.hosts.shared_worker import (
+    Requests,
+    answer_requests,
+    settle,
+    start_threads,
+    wait_until_held,
+)
 from moe_routing_bench.bench.inputs import Inputs, touch
 from moe_routing_bench.bench.judging import heavy
 from moe_routing_bench.bench.spans.span import span_named
@@ -33,6 +39,7 @@ def serve(pipe: Connection, experiment_json: str, scratch: str, cores: tuple[int
     experiment = Experiment.from_json(experiment_json)
     given = json.loads(plan)
     settle(experiment, Path(scratch), pipe.fileno(), cores, given["fds"])
+    wait_until_held(pipe)
     answer_requests(pipe, lambda: _Outside(experiment, given).requests())
 
 

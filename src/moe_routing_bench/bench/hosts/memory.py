@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_routing_bench.bench.hosts.holding import can_hold
 from moe_routing_bench.core.dtypes import name_of
 
 ALIGN = 64
@@ -147,8 +148,8 @@ def with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 @cache
 def can_freeze_and_read() -> bool:
-    """True if this system lets a process share sealed memory and read its children's memory."""
-    if sys.platform != "linux" or not Path("/proc/self/task").exists():
+    """True if this system lets a process hold its children, share sealed memory and read their memory."""
+    if sys.platform != "linux" or not Path("/proc/self/task").exists() or not can_hold():
         return False
     try:
         own = torch.zeros(8, dtype=torch.uint8)

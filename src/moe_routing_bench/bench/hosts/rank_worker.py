@@ -53,9 +53,9 @@ class _Rank(_Worker):
         compact = Layout.parse(self.experiment.implementations[place].layout).kind == "compact"
         return super()._why_not(place) if compact else COMPACT
 
-    def kit(self, place: int) -> dict[str, Any]:
+    def kit(self, place: int, name: str) -> dict[str, Any]:
         """The hard cases are for one rank, so one runs them."""
-        return {"passed": 0, "failed": 0, "first": ""} if self.ranks.rank else super().kit(place)
+        return {"passed": 0, "failed": 0, "first": ""} if self.ranks.rank else super().kit(place, name)
 
     def prepare(
         self, place: int, first: int, step: int, calls: int, keep: int, warm: bool, poison: bool

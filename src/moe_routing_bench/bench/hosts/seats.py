@@ -136,7 +136,7 @@ class Seat:
             plan |= {"weights": f"/proc/self/fd/{secret.weights.fd}"} if secret.weights else {}
         experiment = replace(secret.experiment, implementations=(implementation,))
         self.child = IsolatedChild(experiment, secret.setup.cores, json.dumps(plan), fds)
-        self.child.limit = secret.setup.limit
+        self.child.limit, self.held = secret.setup.limit, self.child.held
         self.too_many: list[float] = []  # cores used, in samples that used more than allowed
         self.checker = Checker(secret.judge, secret.right(implementation))
         self.calls, self.judged = 1, 0  # in a sample; in full

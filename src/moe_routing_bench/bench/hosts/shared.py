@@ -15,8 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from moe_routing_bench.bench.hosts import shared_worker
 from moe_routing_bench.bench.hosts.children import Child
+from moe_routing_bench.bench.hosts.holding import can_hold
 from moe_routing_bench.bench.hosts.host import Clock, Judged, Reading, Turn
 from moe_routing_bench.bench.hosts.messages import (
     Described,
@@ -28,6 +31,7 @@ from moe_routing_bench.bench.hosts.messages import (
     Weights,
 )
 from moe_routing_bench.bench.inputs import ROUTINGS, Inputs
+from moe_routing_bench.bench.kit import can_judge_kit, judge_kit
 from moe_routing_bench.bench.series import Series
 from moe_routing_bench.bench.setup import GATE_CALLS, Setup
 from moe_routing_bench.bench.status import ImplementationError, Status
@@ -122,12 +126,39 @@ class SharedHost:
         return self.child.ask("describe", Described, place=self.place(implementation))
 
     def kit(self, implementation: ImplementationRef) -> KitRun:
-        """The hard cases of `mrb check`, all of them in the process."""
-        return self.child.ask("kit", KitRun, place=self.place(implementation))
+        """The hard cases of `mrb check`, all of them in the process. If the code is from outside, its results
+        are judged here: what it says of itself must be so."""
+        judged_here = implementation in self.setup.outside and can_judge_kit(
+            self.setup.experiment, implementation
+        )
+        name = "kit" if judged_here else ""
+        answer = self.child.ask("kit", KitRun, place=self.place(implementation), name=name)
+        if judged_here and not answer.failed:
+            self._judge_kit(answer, implementation)
+        return answer
+
+    def _judge_kit(self, answer: KitRun, implementation: ImplementationRef) -> None:
+        file, ties = self.child.file("kit"), self.setup.about(implementation).ties
+        try:
+            judged, wrong = judge_kit(file, self.setup.experiment, implementation, ties)
+        except (ValueError, SafetensorError) as error:
+            reason = f"its results of the hard cases: {error}"
+            raise ImplementationError(Status.WRONG_STRUCTURE, reason) from None
+        if wrong:
+            reason = f"it fails a hard case that it says it passes: {wrong}"
+            raise ImplementationError(Status.WRONG_VALUE, reason)
+        if judged < answer.passed:
+            reason = f"it says it passes {answer.passed} hard cases, and handed over results of {judged}"
+            raise ImplementationError(Status.SUSPECT, reason)
 
     def loaded(self) -> tuple[str, ...]:
-        """Files that the process has loaded from elsewhere than Python, the system and this package."""
-        return self.child.ask("loaded", Loaded).files
+        """Files that the process has loaded from elsewhere than Python, the system and this package: by its
+        own word, and libraries by the system's."""
+        return (*self.child.ask("loaded", Loaded).files, *self.child.mapped())
+
+    def left_running(self) -> int:
+        """How many processes code from outside has started that still run."""
+        return self.child.left_running()
 
     def others(self) -> str:
         """A sentence if another process used the GPU when its process began; empty if none did."""
@@ -244,8 +275,12 @@ class SharedHost:
 
     def _start(self) -> Child:
         setup, experiment = self.setup, replace(self.setup.experiment, implementations=self.implementations)
-        sandbox = experiment.sandbox and not setup.outside.isdisjoint(self.implementations)
-        child = Child(experiment, setup.cores, shared_worker.serve, sandbox=sandbox)
+        outside = not setup.outside.isdisjoint(self.implementations)
+        held = outside and can_hold()
+        child = Child(
+            experiment, setup.cores, shared_worker.serve, "outside" if held else "ours",
+            sandbox=experiment.sandbox and outside, held=held,
+        )  # fmt: skip
         return child.ready(self._meanwhile)
 
     def _meanwhile(self) -> None:

@@ -29,9 +29,10 @@ from safetensors.torch import save_file
 from moe_routing_bench.bench.calls import Caller, Result, named_tensors, wrong_type
 from moe_routing_bench.bench.clock import CacheFlusher, Clock
 from moe_routing_bench.bench.device import clock_for, cuda_of, memory_place, others_on
+from moe_routing_bench.bench.hosts.filtering import forbid
 from moe_routing_bench.bench.inputs import ROUTINGS, Call, Inputs, fingerprint, touch
 from moe_routing_bench.bench.judging import activations, weights_print
-from moe_routing_bench.bench.kit import run_kit
+from moe_routing_bench.bench.kit import kit_results, run_kit
 from moe_routing_bench.bench.loaded import LoadedFiles
 from moe_routing_bench.bench.spans.span import is_ours, span_named
 from moe_routing_bench.conformance.check import poisoned_memory
@@ -44,10 +45,12 @@ TIMED = "timed"  # the file of a result without a name
 Requests = Mapping[str, Callable[..., dict[str, Any]]]
 
 
-def serve(pipe: Connection, cell_json: str, scratch: str, cores: tuple[int, ...]) -> None:
+def serve(pipe: Connection, cell_json: str, scratch: str, cores: tuple[int, ...], code: str = "ours") -> None:
     """The main function of a worker process. Everything it prints goes to a log in its scratch folder."""
     experiment = Experiment.from_json(cell_json)
     settle(experiment, Path(scratch), pipe.fileno(), cores)
+    if code == "outside":
+        wait_until_held(pipe)
     answer_requests(pipe, lambda: _Worker(experiment, Path(scratch)).requests())
 
 
@@ -126,7 +129,7 @@ class _Worker:
         implementation = self.experiment.implementations[place]
         parts = self.span.parts(implementation.name)
         return {
-            "label": implementation.called("+".join(part.label for part in parts) or implementation.name),
+            "label": implementation.called(self.span.label(implementation.name)),
             "origin": "; ".join(sorted({part.origin for part in parts})) or BUILT_IN,
             "deterministic": all(part.deterministic for part in parts),
             "reuses_output": any(part.reuses_output for part in parts[-1:]),
@@ -134,8 +137,12 @@ class _Worker:
             "ties": parts[0].ties if parts else "",
         }
 
-    def kit(self, place: int) -> dict[str, Any]:
-        passed, failed, first = run_kit(self.experiment, self.experiment.implementations[place])
+    def kit(self, place: int, name: str) -> dict[str, Any]:
+        """name: of the file for the results; empty if nobody asks for them."""
+        one = self.experiment.implementations[place]
+        passed, failed, first = run_kit(self.experiment, one)
+        if name and not failed:
+            save_file(kit_results(self.experiment, one), self.scratch / f"{name}.safetensors")
         return {"passed": passed, "failed": failed, "first": first[:2000]}
 
     def prepare(
@@ -278,6 +285,12 @@ def settle(
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # its pool of processes would be taken for a kernel's
     if (inductor := sys.modules.get("torch._inductor.config")) is not None:
         inductor.compile_threads = 1  # type: ignore[attr-defined]
+    with contextlib.suppress(
+        ImportError
+    ):  # torch.compile imports it, and its thread would be taken for a kernel's
+        import tqdm  # type: ignore[import-untyped]
+
+        tqdm.tqdm.monitor_interval = 0
     torch.set_num_threads(experiment.threads)
     # a kernel may bring an OpenMP or MKL of its own, which asks these; launchers such as Ray set them to 1
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(experiment.threads)
@@ -288,6 +301,14 @@ def settle(
         most = now + int(experiment.memory_gib * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     gc.disable()
+
+
+def wait_until_held(pipe: Connection) -> None:
+    """Before anything from outside is loaded: the parent holds this process, and the kernel refuses it what
+    is not its business. Where the kernel cannot, the parent sees that, and says so in the record."""
+    with contextlib.suppress(OSError):
+        forbid()
+    pipe.recv_bytes()
 
 
 def _global_state() -> dict[str, Any]:

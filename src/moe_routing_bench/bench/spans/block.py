@@ -1,4 +1,4 @@
-"""block: a whole decoder block, attention and MoE, ours or Transformers'.
+"""block: a whole MoE decoder block, ours or Transformers'.
 
 An implementation is ours(attention=sdpa|naive,impl=...) or
 transformers(attention=sdpa|eager,experts=grouped_mm|...). The router after attention still follows the
@@ -59,7 +59,7 @@ class BlockSpan(Span):
     ops = ("expert_ffn",)
     included = ("norms", "attention", "router projection", "topk", "make_plan", "expert_ffn", "residuals")
     excluded = (*Span.excluded, "rotary angles")
-    weights = routed = True
+    weights = routed = in_stages = True
     case = "seed-moe-block"
 
     def all_names(self) -> list[str]:
@@ -164,16 +164,16 @@ class BlockSpan(Span):
         return [f"In the model, but not here: {note}."] if note else []
 
 
-def parse_block(text: str) -> tuple[str, dict[str, str]]:
+def parse_block(text: str, known: Mapping[str, Mapping[str, str]] = OPTIONS) -> tuple[str, dict[str, str]]:
     """ours(attention=naive,impl=staged(combine=index_add)) as its name and options."""
     name, given = parse_spec(text)
-    if name not in OPTIONS:
+    if name not in known:
         raise ValueError(
-            f"cannot read {text!r}; write ours or transformers, with options as in {IMPLEMENTATIONS[1]}"
+            f"cannot read {text!r}; write {' or '.join(known)}, with options as in {IMPLEMENTATIONS[1]}"
         )
-    if unknown := next((key for key in given if key not in OPTIONS[name]), None):
-        raise ValueError(f"{name} has no option {unknown}; it has {', '.join(OPTIONS[name])}")
-    return name, {**OPTIONS[name], **{key: str(value) for key, value in given.items()}}
+    if unknown := next((key for key in given if key not in known[name]), None):
+        raise ValueError(f"{name} has no option {unknown}; it has {', '.join(known[name]) or 'none'}")
+    return name, {**known[name], **{key: str(value) for key, value in given.items()}}
 
 
 def attention_of(case: Experiment) -> AttentionShape:

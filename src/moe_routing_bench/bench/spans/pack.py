@@ -1,4 +1,4 @@
-"""pack: dispatch, then combine. The data movement of a MoE layer without its experts."""
+"""pack: dispatch, then combine. A MoE layer without its experts."""
 
 from __future__ import annotations
 

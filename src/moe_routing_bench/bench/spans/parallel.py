@@ -48,7 +48,7 @@ class ParallelSpan(LayerSpan):
     grouped = True
     decides = ""
 
-    def specs(self) -> list[str]:
+    def all_names(self) -> list[str]:
         there, back = (all_ops()[name] for name in self.ops)
         names = [name for name in there.names() if there.origin(name) == BUILT_IN and name in back.names()]
         names.sort(key=lambda name: (name != there.default, name))

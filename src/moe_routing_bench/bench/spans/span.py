@@ -78,6 +78,7 @@ class Span:
     differentiable = True
     exact = False  # is the reference in the dtype itself the oracle?
     widens = False  # does the reference convert the weights itself?
+    in_stages = False  # are the stages of a call always timed too?
     decides = ""  # the op whose implementations are compared by comparing its implementations
     case = ""  # the case or suite measured if no size is given
 
@@ -106,6 +107,10 @@ class Span:
         """(op, name) of the implementation of each op; nothing is loaded."""
         names = [base_name(part) for part in self.split(name)]
         return list(zip(self.ops, names, strict=True))
+
+    def label(self, name: str) -> str:
+        """How tables call it: by the implementations it names, with their options."""
+        return "+".join(part.label for part in self.parts(name)) or name
 
     def origins(self, name: str) -> list[str]:
         """Where each implementation comes from; ValueError if there is none of that name."""

@@ -107,6 +107,7 @@ struct Problem {  // mirrored in native.py
   int64_t plain;  // 0: weights are packed; 1: they are not; 2: they are not, and the bits must be those of packed ones
   int64_t activation, threads, R;
   Nodes* nodes;  // null: one
+  int64_t rows, strip, strip_out, prefetch, in_place, group;  // knobs of native.py; 0: the rule of this file
 };
 
 struct Segment {  // rows of one expert in one group
@@ -148,7 +149,8 @@ template <class Engine, class X> struct Layer {
     return row_stride(depth, sizeof(A));
   }
   int64_t row_bytes() const { return lda * sizeof(A) + ldh * sizeof(H) + (int8_rows ? ldm : 0); }
-  int64_t rows_of_a_group() const { return std::max<int64_t>(64, GROUP_BYTES / row_bytes()); }
+  int64_t group_bytes() const { return p.group ? p.group << 20 : GROUP_BYTES; }
+  int64_t rows_of_a_group() const { return std::max<int64_t>(64, group_bytes() / row_bytes()); }
 
   std::vector<std::vector<Segment>> groups() const {
     std::vector<std::vector<Segment>> found;
@@ -178,7 +180,7 @@ template <class Engine, class X> struct Layer {
     memset(to + p.D, 0, (Dp - p.D) * sizeof(A));
   }
 
-  bool in_place(const Segment& s, const Matrix& m) const { return plain && ::in_place<Engine>(s.rows, m.k, m.n, p.plain == 2); }
+  bool in_place(const Segment& s, const Matrix& m) const { return plain && ::in_place<Engine>(s.rows, m.k, m.n, p.plain == 2, p.in_place); }
 
   const B* packed(const Matrix& m, int64_t expert, int64_t begin, int64_t end, const Own& own) const {
     const B* w = m.w + expert * m.stride;
@@ -212,7 +214,7 @@ template <class Engine, class X> struct Layer {
   }
 
   Ahead ahead(const B* b, const Matrix& m) const {  // weights that were just packed are in the caches
-    return plain ? Ahead{nullptr, 0} : Ahead::in(b, bytes(m.panel, packed_depth(m.depth)));
+    return plain ? Ahead{nullptr, 0} : Ahead::in(b, bytes(m.panel, packed_depth(m.depth)), p.prefetch ? p.prefetch : 8192);
   }
 
   void first_in_place(const Segment& s, int64_t begin, int64_t end, const Own& own) {
@@ -258,7 +260,7 @@ template <class Engine, class X> struct Layer {
     const B* w = packed(in, s.expert, begin, end, own);
     int turn = 0;
     for (int64_t r0 = 0; r0 < s.rows; r0 += tile) {
-      const int64_t m = std::min(tile, s.rows - r0), step = block_rows<Engine>(m), blocks = (m + step - 1) / step;
+      const int64_t m = std::min(tile, s.rows - r0), step = block_rows<Engine>(m, p.rows), blocks = (m + step - 1) / step;
       Ahead stream = ahead(w, in);
       for (int64_t panel = begin; panel < end; panel++) {
         f32x16 bias[2];
@@ -338,7 +340,7 @@ template <class Engine, class X> struct Layer {
       }
       auto strip = [&](const Segment& s) { return out.w + s.expert * out.stride + begin * out.panel; };
       const B* b = packed(out, s.expert, begin, end, own);
-      const int64_t step = block_rows<Engine>(s.rows), blocks = (s.rows + step - 1) / step;
+      const int64_t step = block_rows<Engine>(s.rows, p.rows), blocks = (s.rows + step - 1) / step;
       Ahead stream = ahead(b, out);  // the first block reads weights from memory, others prefetch those of the next expert
       Ahead share = Ahead::share(i + 1 < group.size() && !plain ? strip(group[i + 1]) : nullptr, blocks - 1,
                                  bytes(p.out_panel, Fp));
@@ -387,12 +389,14 @@ template <class Engine, class X> struct Layer {
     // panels that stay in the cache; when they are packed, their source passes through it too
     auto in_cache = [&](int64_t panel) { return CACHE_BYTES / (plain ? 2 : 1) / (panel * (int64_t)sizeof(B)); };
     const int64_t widest = sizeof(B) == 4 ? WIDEST / 2 : WIDEST;
-    const int64_t wide_first = plain ? std::clamp<int64_t>(in_cache(p.in_panel), 1, WIDEST / 2) : WIDEST / 2;
-    const int64_t broad = std::clamp<int64_t>(std::min(second_panels / enough, in_cache(p.out_panel)), 1, widest);
+    int64_t wide_first = plain ? std::clamp<int64_t>(in_cache(p.in_panel), 1, WIDEST / 2) : WIDEST / 2;
+    int64_t broad = std::clamp<int64_t>(std::min(second_panels / enough, in_cache(p.out_panel)), 1, widest);
+    if (p.strip) wide_first = std::min<int64_t>(p.strip, WIDEST);
+    if (p.strip_out) broad = std::min<int64_t>(p.strip_out, WIDEST);
 
     const int64_t strip_bytes = plain ? up_to(std::max(wide_first * p.in_panel, broad * p.out_panel) * sizeof(B), 4096) : 0;
     const int64_t c_bytes = plain ? SUMS_BYTES : 0;
-    const int64_t r_bytes = plain && sizeof(A) == 2 ? up_to(FEW * std::max(lda, ldm) * 4, 4096) : 0;
+    const int64_t r_bytes = plain && sizeof(A) == 2 ? up_to(std::max<int64_t>(FEW, p.in_place) * std::max(lda, ldm) * 4, 4096) : 0;
     const int64_t own_bytes = strip_bytes + 2 * c_bytes + r_bytes;
     char* memory = workspace.get(a_bytes + h_bytes + m_bytes + l_bytes + o_bytes + p.threads * own_bytes + 4096);
     if (!memory) return 1;
@@ -423,7 +427,7 @@ template <class Engine, class X> struct Layer {
           const auto s = std::upper_bound(group.begin(), group.end(), row, [](int64_t r, auto& s) { return r < s.at; }) - 1;
           gather(s->first + row - s->at, row);
         }
-        const int64_t wide = std::clamp<int64_t>((int64_t)group.size() * first_panels / enough / 2, 1, wide_first);
+        const int64_t wide = p.strip ? wide_first : std::clamp<int64_t>((int64_t)group.size() * first_panels / enough / 2, 1, wide_first);
         if (p.nodes) {
           by_node(*p.nodes, counters, loop++, here.node, group.size(), first_panels, wide,
                   [&](int64_t i, int64_t begin, int64_t end) { first(order[i], begin, end, own); });
@@ -456,7 +460,7 @@ template <class Engine, class X> struct Layer {
         for (int64_t t = 0; t < p.T; t++) round_off(t);
       }
     }
-    if (workspace.size > (size_t)GROUP_BYTES * 4) workspace.release();
+    if (workspace.size > (size_t)std::max(GROUP_BYTES, group_bytes()) * 4) workspace.release();
     return 0;
   }
 };

@@ -2,7 +2,7 @@
 
 Frozen weights were packed once. Plain weights may change at any time: weights of an expert with few rows are
 read in place, output-first or not, and others are packed in strips when they are used. If gradients are
-needed, it runs `staged` with the native dispatch, grouped_gemm and combine.
+needed, it runs `staged` with the native dispatch, grouped_gemm and combine, which have no knobs.
 
 store=bfloat16, or a format of formats/named.py (int8, int4_g32, mxfp4, ...), rounds the weights and computes
 with the rounded ones, so results are judged by `stored(weights)`. Plain weights are rounded at every call,
@@ -21,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from moe_routing_bench.formats.stored import Coding, Stored
 from moe_routing_bench.ops import coded, nodes
 from moe_routing_bench.ops.expert_ffn.op import check_sizes, op, with_int8_rows
 from moe_routing_bench.ops.implementation import tensors_in
+from moe_routing_bench.ops.knobs import KnobSet, knob
 
 BATCH_INVARIANT = {"batch_invariant": True}
 READS_PLAIN = True
@@ -55,6 +56,9 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"store": "int8_a8"},
     {"level": "avx2", "store": "int4_g32_asym"},  # tests/ops/test_stored_experts.py has all formats
     {"batch_invariant": True},
+    # the smallest and the largest value of every knob
+    {"rows": 4, "strip": 1, "strip_out": 1, "prefetch": 2048, "in_place": 2, "group": 2},
+    {"rows": 16, "strip": 8, "strip_out": 8, "prefetch": 32768, "in_place": 96, "group": 64},
 )
 SOURCE = Path(__file__).with_name("native.cpp")
 # the enum of native.cpp
@@ -64,6 +68,64 @@ ACTIVATIONS = {
 DTYPES = (torch.bfloat16, torch.float32)
 WRONG_PLAN = 3  # a return code of mrb_forward
 DEEPEST = 1 << 16  # how many products of a byte and an int8 fit in a sum of 32 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs(KnobSet):
+    """In the order of the fields of native.cpp. The depth of a sum is not here, because it decides bits, nor
+    the number of threads, which is the caller's."""
+
+    rows: int | None = knob(
+        4, 6, 8, 10, 16, stage="blocks", help="Most rows of a block. Else 11, 6 with AVX2, 32 with AMX."
+    )
+    strip: int | None = knob(
+        1,
+        2,
+        4,
+        8,
+        stage="first product",
+        help="Panels of 32 columns in a task of the first product. Else 1 to 4.",
+    )
+    strip_out: int | None = knob(
+        1, 2, 4, 8, stage="second product", help="Panels in a task of the second product. Else 1 to 8."
+    )
+    prefetch: int | None = knob(
+        2048, 4096, 16384, 32768, stage="reading", help="Bytes of frozen weights to read ahead. Else 8192."
+    )
+    in_place: int | None = knob(
+        2, 6, 12, 24, 48, 96, stage="reading",
+        help="Most rows of an expert whose plain weights are not packed. Else 24, 12 with AMX.",
+    )  # fmt: skip
+    group: int | None = knob(
+        2, 4, 8, 32, 64, stage="groups", help="MiB of rows that go through both products together. Else 16."
+    )
+
+    def pointless(
+        self, x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights
+    ) -> str | None:
+        tiles = cpp.best_level() == "amx" and x_TD.dtype == torch.bfloat16
+        most = 32 if tiles else 6 if cpp.best_level() in ("avx2", "neon") else 11
+        pairs, panels = plan.pair_R.shape[0], (weights.F // 16 if weights.gated else weights.F // 32)
+        if self.rows is not None and (self.rows >= min(most, pairs) or (tiles and self.rows != 16)):
+            return f"a block has at most {most} rows, in whole tiles with AMX, and there are {pairs} in all"
+        if (self.strip or 0) > panels or (self.strip_out or 0) > weights.D // 32:
+            return "the matrix has fewer panels"
+        frozen, few = isinstance(weights.w_in_EDG, Frozen), self.in_place or (12 if tiles else 24)
+        if not frozen and pairs <= few and (self.rows or self.strip):
+            return f"all weights of at most {pairs} rows are read in place, without blocks or strips"
+        if self.in_place is not None and (frozen or self.in_place == (12 if tiles else 24)):
+            return "frozen weights are always packed, and this is the kernel's own rule for others"
+        if self.in_place is not None and pairs <= min(few, 12):
+            return f"there are {pairs} rows in all, which are read in place by the kernel's own rule"
+        if self.prefetch is not None and not frozen:
+            return "only frozen weights are a stream that can be read ahead"
+        row_bytes = (weights.D + weights.F) * x_TD.element_size()
+        if self.group is not None and pairs * row_bytes <= min(self.group, 16) << 20:
+            return "all rows fit into one group"
+        return None
+
+
+KERNELS_RULE = Knobs()
 
 
 class _Problem(ctypes.Structure):
@@ -76,6 +138,7 @@ class _Problem(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("in_k", "in_n", "out_k", "out_n", "plain")),
         *((name, ctypes.c_int64) for name in ("activation", "threads", "R")),
         ("nodes", ctypes.POINTER(nodes.CNodes)),
+        *((one.name, ctypes.c_int64) for one in fields(Knobs)),
     )
 
 
@@ -283,6 +346,7 @@ def run(
     level: str | None = None,
     store: str | None = None,
     batch_invariant: bool = False,
+    knobs: Knobs = KERNELS_RULE,
 ) -> Tensor:
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()  # needed by the parts and by the kernel
     check_sizes(x_TD, gate_TK, plan, weights.validate())
@@ -313,7 +377,7 @@ def run(
         max(plan.num_choices, 1), D, weights.F, weights.num_experts, in_E, out_E,
         _panel(coding, D), _panel(coding, weights.F), in_D, in_G, out_F, out_D, plain,
         ACTIVATIONS[weights.activation], torch.get_num_threads(), plan.pair_R.shape[0],
-        shares and ctypes.pointer(shares),
+        shares and ctypes.pointer(shares), *knobs.numbers(),
     )  # fmt: skip
     failed = _library(level).mrb_forward(problem, x_TD.element_size(), w_in.element_size())
     if failed == WRONG_PLAN:

@@ -19,11 +19,8 @@ def unsupported(x_TD: Tensor, w_FD: Tensor | PackedMatrix, b_F: Tensor | None) -
 
 
 def run(x_TD: Tensor, w_FD: Tensor, b_F: Tensor | None) -> Tensor:
-    return native.run(x_TD, _one(w_FD.t()), _plan(len(x_TD)), _one(b_F))
-
-
-def _one(of: Tensor | None) -> Tensor | None:
-    return None if of is None else of.unsqueeze(0)
+    b_EF = None if b_F is None else b_F.unsqueeze(0)
+    return native.run(x_TD, w_FD.t().unsqueeze(0), _plan(len(x_TD)), b_EF)
 
 
 def _plan(T: int) -> RoutingPlan:

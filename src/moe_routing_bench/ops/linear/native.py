@@ -76,8 +76,11 @@ class _Linear(torch.autograd.Function):
 
 
 def _linear(x_TD: Tensor, w_FD: Tensor | PackedMatrix, b_F: Tensor | None, level: str) -> Tensor:
-    packed = isinstance(w_FD, PackedMatrix)
-    F, D = (w_FD.F, w_FD.D) if packed else w_FD.shape
+    packed, strides = isinstance(w_FD, PackedMatrix), (0, 0)
+    if isinstance(w_FD, PackedMatrix):
+        F, D, stored = w_FD.F, w_FD.D, w_FD.panels
+    else:
+        F, D, stored, strides = *w_FD.shape, w_FD, (w_FD.stride(0), w_FD.stride(1))
     if x_TD.shape[1] != D or (b_F is not None and b_F.shape != (F,)):
         raise ValueError(
             f"x has width {x_TD.shape[1]}; the matrix is {F} x {D}, the bias "
@@ -92,14 +95,14 @@ def _linear(x_TD: Tensor, w_FD: Tensor | PackedMatrix, b_F: Tensor | None, level
     failed = _multiply(
         level,
         x_TD.data_ptr(),
-        (w_FD.panels if packed else w_FD).data_ptr(),
+        stored.data_ptr(),
         0 if bias_F is None else bias_F.data_ptr(),
         y_TF.data_ptr(),
         x_TD.stride(0),
         len(x_TD),
         D,
         F,
-        *((0, 0) if packed else w_FD.stride()),
+        *strides,
         packed,
         torch.get_num_threads(),
         x_TD.element_size(),

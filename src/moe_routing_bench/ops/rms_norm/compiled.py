@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_routing_bench.core import cpp
 from moe_routing_bench.ops.rms_norm.op import reference
@@ -17,12 +19,18 @@ FORWARD_ONLY = True
 @cache
 def _compiled() -> Callable[[Tensor, Tensor, float], Tensor]:
     """One program for all sizes; made in this process, because workers may not start others."""
+    with warnings.catch_warnings():  # torch 2.13's compiler imports what torch 2.13 calls deprecated
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import torch._inductor.compile_fx
+        import torch.utils.mkldnn
     return torch.compile(reference, dynamic=True, fullgraph=True, options={"compile_threads": 1})
 
 
 def unsupported(x_TD: Tensor, norm_D: Tensor, eps: float) -> str | None:
     if min(x_TD.shape) < 2 or not x_TD.is_contiguous():  # each would be a program of its own
         return "it is compiled for two tokens or more, side by side in memory"
+    if isinstance(x_TD, FakeTensor):
+        return "a fake tensor cannot be compiled for"
     return cpp.why_not() if x_TD.is_cpu else None
 
 

@@ -17,4 +17,5 @@ def unsupported(x_TD: Tensor, norm_D: Tensor, eps: float, level: str = "") -> st
 
 
 def run(x_TD: Tensor, norm_D: Tensor, eps: float, level: str = "") -> Tensor:
-    return normed_into(_kept.get(*x_TD.shape, x_TD), x_TD, norm_D, eps, level)
+    T, D = x_TD.shape
+    return normed_into(_kept.get(T, D, x_TD), x_TD, norm_D, eps, level)
