@@ -66,7 +66,7 @@ def _failures(experiment: Experiment) -> Iterator[str]:
             call = partial(child.sample, place=place, first=0, step=0, calls=1, keep=0, poison=False)
             call(warm=False)
             if not kits.knows(one, sources[one]):
-                check_kit(child.ask("kit", KitRun, place=place))
+                check_kit(child.ask("kit", KitRun, place=place, name=""))
                 with _starting:
                     kits.add(one, sources[one])
         except ImplementationError as failure:
