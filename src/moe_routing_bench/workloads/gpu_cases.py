@@ -97,5 +97,5 @@ def rehearsed(case: Experiment) -> Experiment:
     """The case as a pretended GPU measures it: so small that its times mean nothing."""
     s = case.shape
     sizes = {"T": min(s.T, 32), "D": min(s.D, 64), "F": min(s.F, 32), "E": min(s.E, 8), "K": min(s.K, 2)}
-    small = {**sizes, "shared_F": min(case.shared_F, 32), "sequences": 1}
+    small: dict[str, Any] = {**sizes, "shared_F": min(case.shared_F, 32), "sequences": 1}
     return replace(case, **small, case=f"{case.case}~rehearsed", scaled_from=case.case)
