@@ -27,7 +27,10 @@ IMPLEMENTATIONS: Mapping[str, Sequence[str]] = {
     ),
     "layer": _LAYER,
 }  # fmt: skip
-RIVALS = ("hf_grouped_mm", "hf_batched_mm", "hf_eager")
+RIVALS = (
+    "sonic_moe", "gpt_oss_triton", "vllm_triton", "flashinfer_cutlass", "scatter_moe", "hf_grouped_mm",
+    "hf_batched_mm", "hf_eager",
+)  # fmt: skip
 PADDED = ("staged(grouped_gemm=padded_bmm)", *_LAYER)
 
 
