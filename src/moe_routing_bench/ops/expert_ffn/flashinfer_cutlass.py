@@ -1,7 +1,7 @@
 """FlashInfer's fused MoE in CUTLASS; NVIDIA, forward. No GPU has run this file.
 
 It reads all of up before all of gate: freeze() stores w_in so. It sums with atomics, so bits differ between
-runs.
+runs. Its autotuner is not called: the tiles are its default ones.
 """
 
 from __future__ import annotations
