@@ -32,7 +32,7 @@ from moe_routing_bench.results.regrets import CellRegret, read_regrets
 
 MEDIAN, P95 = 1.03, 1.10
 MAX_RULES = 4
-CONSTANTS = {getattr(preference, name): name for name in ("COMPILED", "GPUS", "NO_GPU")}
+CONSTANTS = {getattr(preference, name): name for name in ("COMPILED", "GPUS", "NO_GPU", "NO_WAITING")}
 BY_ROWS = ("expert_ffn", "grouped_gemm")  # other operations take no weights: their elements decide
 
 
@@ -140,7 +140,9 @@ def written(rows: Sequence[Preference], op: str) -> str:
         given = {name: it for name, it in vars(row).items() if it is not None}
         lines.append(f"Preference({', '.join(f'{name}={value(it)}' for name, it in given.items())}),")
     table = "\n".join(lines)
-    names = [name for name in ("COMPILED", "GPUS", "NO_GPU", "PLAIN", "Preference") if name in table]
+    names = [
+        name for name in ("COMPILED", "GPUS", "NO_GPU", "NO_WAITING", "PLAIN", "Preference") if name in table
+    ]
     by = "see ops/preference.py. Made by measurements/preferences.py."
     parts = [f'"""What impl="auto" prefers for {op}: {by}"""']
     parts += ["import torch"] if "torch." in table else []

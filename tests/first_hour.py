@@ -27,7 +27,7 @@ LIMIT_SECONDS = 900
 LEFT_OUT = {
     r"(MRB_PREBUILD=1 )?pip |make ": "installs; what this script installs is its first row",
     r"(\S*= )?vllm |LOCAL_KERNELS|.*kt_kernel|mrb model kernels": "needs vLLM, kernels or kt-kernel",
-    r".*gpu-quick|mrb gpu compile|pip install triton": "needs a GPU, or Triton: a step of .ci/run",
+    r".*gpu-(quick|hour)|mrb gpu |pip install triton": "needs a GPU, or Triton: a step of .ci/run",
     r".*(DIR|--checkpoint)": "needs a checkpoint of your own; tests/models has small ones",
     r".*s3://": "needs an object store; test_fleet_s3.py has one",
     r"mrb sweep (?!.*--dry-run)|python measurements/sweeps.py": "hours of measuring; with --dry-run it runs",

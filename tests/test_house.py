@@ -24,7 +24,7 @@ FLOORS = [
     ["parallel"],
     ["ops.tracing", "ops.targets", "ops.knobs", "ops.implementation", "ops.registry"],
     ["ops.decisions", "ops.preference", "ops.stand_ins", "ops.auto", "ops.catalog"],
-    ["ops.hf", "ops.inductor", "ops.rows", "ops.coded", "ops.nodes"],
+    ["ops.hf", "ops.inductor", "ops.rivals", "ops.rows", "ops.coded", "ops.nodes"],
     ["ops.gpu", "ops.gpu_gemm", "ops.cute_threads", "ops.quack_calls", "ops.ggml_calls"],
     ["ops.topk", "ops.score_topk", "ops.make_plan", "ops.dispatch", "ops.grouped_gemm", "ops.combine"],
     ["ops.rms_norm", "ops.attention", "ops.linear"],

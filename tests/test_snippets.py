@@ -42,7 +42,7 @@ NOT_RUN = {
     r"(MRB_VLLM=1 )?vllm |LOCAL_KERNELS": "needs vLLM or kernels; measurements/models has the transcripts",
     r".*(TRITON_INTERPRET|_ON_CPU=1)|mrb gpu |bash measurements/gpu": "needs Triton or CuTe: steps of CI",
     r"pytest ": "a step of .ci/run",
-    r".*--device cuda|mrb sweep gpu-quick --out gpu$": "needs a GPU",
+    r".*--device cuda|mrb sweep gpu-hour --out gpu$": "needs a GPU",
     r"python measurements/sweeps.py run": "an hour; the records are in measurements/records",
     r"python (measurements/(figures|which_router)|docs/study/build)": "test_figures.py and its like compare",
     r"python examples/|torchrun ": "test_examples.py, test_faster_example.py and test_restart.py do",

@@ -11,6 +11,7 @@ import torch
 
 from moe_routing_bench.bench.clock import (
     CacheFlusher,
+    DeviceClock,
     EventClock,
     GraphClock,
     HostClock,
@@ -39,10 +40,12 @@ def test_patching_the_time_module_changes_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 class FakeCuda(SimpleNamespace):
-    """A GPU in which each call takes 5 ms, launched at once and finished at the next synchronize."""
+    """A GPU in which each call takes 5 ms, launched at once. An event is recorded when the work before it in
+    its stream is done. A synchronisation waits for all streams, and then the device idles for 30 us."""
 
     def __init__(self) -> None:
-        self.now, self.pending, self.log = 0.0, 0.0, []
+        self.now, self.pending, self.side, self.log = 0.0, 0.0, 0.0, []
+        self.capturing = False
         cuda = self
 
         class Event:
@@ -50,7 +53,7 @@ class FakeCuda(SimpleNamespace):
                 assert enable_timing
 
             def record(self) -> None:
-                self.at = cuda.now
+                self.at = cuda.now + cuda.pending
 
             def synchronize(self) -> None:
                 cuda.log.append("event.synchronize")
@@ -74,9 +77,14 @@ class FakeCuda(SimpleNamespace):
     def launch(self) -> None:
         self.pending += 0.005
 
+    def launch_elsewhere(self) -> None:
+        self.side += 0.005
+
     def synchronize(self) -> None:
-        self.now += self.pending
-        self.pending = 0.0
+        if self.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        self.now += max(self.pending, self.side) + 30e-6
+        self.pending = self.side = 0.0
 
     def current_stream(self):
         return self.Stream()
@@ -86,15 +94,70 @@ class FakeCuda(SimpleNamespace):
 
     @contextlib.contextmanager
     def graph(self, graph):
-        before = self.pending
-        yield
-        graph.launches, self.pending = self.pending - before, before
+        before, self.capturing = self.pending, True
+        try:
+            yield
+        finally:
+            graph.launches, self.pending, self.capturing = self.pending - before, before, False
         self.log.append("captured")
 
 
 def test_events_wait_for_work_that_was_only_launched() -> None:
     cuda = FakeCuda()
     assert EventClock(cuda=cuda).span([cuda.launch] * 3) == pytest.approx(0.015)
+
+
+def test_no_synchronisation_is_inside_the_events() -> None:
+    """It takes 30 us here, and the calls 5 ms."""
+    cuda = FakeCuda()
+    assert EventClock(cuda=cuda).span([cuda.launch]) == pytest.approx(0.005, abs=1e-9)
+
+
+def test_work_on_another_stream_counts() -> None:
+    cuda = FakeCuda()
+    clock = EventClock(cuda=cuda)
+    assert clock.span([cuda.launch, cuda.launch_elsewhere]) == pytest.approx(0.005, abs=1e-9)
+    assert clock.span([cuda.launch, *[cuda.launch_elsewhere] * 4]) == pytest.approx(0.020, rel=0.01)
+
+
+def test_events_that_say_zero_are_no_time() -> None:
+    with pytest.raises(ValueError, match="0 s"):
+        EventClock(cuda=FakeCuda()).span([lambda: None])
+
+
+def test_the_host_time_of_a_launch_is_apart() -> None:
+    cuda = FakeCuda()
+    for clock in (EventClock(cuda=cuda), DeviceClock(cuda=cuda)):
+        seconds = clock.span([lambda: (wait(0.002), cuda.launch())])
+        assert seconds == pytest.approx(0.005) and clock.launch_seconds >= 0.002
+
+
+def test_the_device_clock_uses_a_graph_where_it_can_and_says_so() -> None:
+    cuda = FakeCuda()
+    clock = DeviceClock(cuda=cuda)
+    assert (clock.span([cuda.launch]), clock.used, clock.why_not) == (pytest.approx(0.005), "graph", "")
+
+    def waiting() -> None:
+        cuda.launch()
+        cuda.synchronize()
+
+    clock = DeviceClock(cuda=cuda)
+    # 30 us of the synchronisation in the call, twice: it is its own
+    assert clock.span([waiting, waiting]) == pytest.approx(0.010, abs=1e-4)
+    assert clock.used == "events" and clock.why_not == "operation not permitted when stream is capturing"
+    clock.span([waiting])
+    assert cuda.log.count("captured") == 1  # it is not tried again
+
+
+def test_a_kernel_that_faults_is_not_taken_for_one_that_cannot_be_captured() -> None:
+    cuda = FakeCuda()
+
+    def fault() -> None:
+        cuda.synchronize = lambda: (_ for _ in ()).throw(RuntimeError("an illegal memory access"))
+        raise RuntimeError("an illegal memory access")
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        DeviceClock(cuda=cuda).span([fault])
 
 
 def test_a_graph_is_captured_once_and_replayed() -> None:
@@ -105,6 +168,7 @@ def test_a_graph_is_captured_once_and_replayed() -> None:
     other = [lambda: cuda.launch()]
     assert clock.span(other) == pytest.approx(0.005)
     assert cuda.log.count("captured") == 2
+    assert clock._captured[1] == other  # the calls before it, and their inputs, are free
 
 
 class FakeProfiler(SimpleNamespace):

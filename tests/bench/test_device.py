@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from command_line import mrb_json, refused
-from moe_routing_bench.bench.clock import EventClock, HostClock
+from moe_routing_bench.bench.clock import DeviceClock, EventClock, GraphClock, HostClock
 from moe_routing_bench.bench.device import clock_for, placed
 from moe_routing_bench.bench.inputs import Inputs, fingerprint
 from moe_routing_bench.bench.spans.span import span_named, span_names
@@ -60,6 +60,9 @@ def test_placing_changes_no_bit_and_copies_nothing_that_is_there(span: str) -> N
 @pytest.mark.timing
 def test_each_device_has_its_clock() -> None:
     assert clock_for("cuda", "cuda_events") == EventClock(cuda=torch.cuda)
+    assert clock_for("cuda", "cuda_graph") == GraphClock(cuda=torch.cuda)
+    assert clock_for("cuda", "cuda_device") == DeviceClock(cuda=torch.cuda)
+    assert clock_for("cuda", "cuda_device", replayable=False) == EventClock(cuda=torch.cuda)
     assert clock_for("cuda", "host_wall") == HostClock("cuda")
     assert clock_for("cpu", "host_wall") == HostClock("cpu")
     seconds = clock_for("pretend", "cuda_events").span([lambda: torch.ones(1000).sum()])
@@ -72,6 +75,9 @@ def test_each_device_has_its_clock() -> None:
     [
         ({"device": "tpu"}, "no device"),
         ({"device": "cuda", "view": "sundial"}, "no view"),
+        ({"device": "pretend:h200", "view": "cuda_events"}, "no device"),
+        ({"device": "pretend:h100:gremlins", "view": "cuda_events"}, "no device"),
+        ({"device": "cuda:h100", "view": "cuda_events"}, "no device"),
         ({"view": "cuda_events"}, "no view"),
         ({"device": "cuda", "view": "cuda_events", "cache": "cold"}, "choose hot"),
     ],

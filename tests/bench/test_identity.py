@@ -169,6 +169,7 @@ CANNOT_MATTER = {
     "bench/commit.py": "which commit it was, for readers",
     "bench/estimate.py": "how long a sweep may take",
     "bench/repro.py": "a command in words",
+    "bench/warming.py": "compiles before; what is timed calls anew",
     "core/callable_folder.py": "makes mrb.bench a function and a folder",
     "bench/roofs.cpp": "measures the roofs of a machine; a cell reads those that are stored",
     "cli/": "reads words and shows results",

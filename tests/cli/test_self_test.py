@@ -19,6 +19,8 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "no CUDA device" in refused("doctor", "--device", "cuda")
     assert "set TRITON_INTERPRET=1" in refused("doctor", "--device", "pretend")
+    assert "too old" in refused("doctor", "--device", "pretend:h100:driver")
+    assert "h200" in refused("doctor", "--device", "pretend:h200")
     assert "use cuda, cuda:1" in refused("doctor", "--device", "cpu")
 
 
@@ -26,6 +28,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Card")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60 * 2**30, 80 * 2**30))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 7))
 
 
@@ -37,7 +40,7 @@ def test_what_is_wrong_is_not_to_be_trusted(a_gpu, monkeypatch: pytest.MonkeyPat
     ]
     monkeypatch.setattr("moe_routing_bench.cli.doctor.try_all", lambda device, pattern: iter(answers))
     text = mrb("doctor", "--device", "cuda", code=1).stdout
-    assert "A Card, sm_87" in text and "sm_87 is not" in text
+    assert "A Card, sm_87" in text and "sm_87 is not" in text and "holds 20 of the GPU's 80 GiB" in text
     assert "1 right, 1 wrong, 1 not tried" in text
     assert "do not use: combine.triton_gather_sum" in text
     assert "grouped_gemm.triton_ragged(tma=1)" in text

@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_routing_bench import ExpertWeights, Layout, RoutingPlan, all_ops
 from moe_routing_bench.conformance.cases import KitCell
 from moe_routing_bench.conformance.check import cells, check
+from moe_routing_bench.core.frozen import Frozen
 from moe_routing_bench.ops import quack_calls, targets
 from moe_routing_bench.ops.expert_ffn import quack_gated
 from tiny_layers import MAKE_PLAN, routing_of
@@ -39,6 +40,34 @@ def layer(layout: str = "compact", **fields: Any) -> tuple[Tensor, Tensor, Routi
         w_out_EFD=torch.randn(E, F, D).bfloat16(),
     )
     return torch.randn(T, D).bfloat16(), torch.rand(T, K), plan, replace(weights, **fields)
+
+
+def test_frozen_weights_are_stored_once_as_quack_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    x_TD, gate_TK, plan, stored = layer()
+    input_first = replace(stored, w_in_EDG=stored.w_in_EDG.contiguous())
+    assert GATED.freeze is not None and not GATED.reads_plain  # so the benchmark freezes them
+    frozen = GATED.freeze(input_first)
+    with torch.no_grad():
+        expected = GATED(x_TD, gate_TK, plan, input_first)
+        given: list[Tensor] = []
+        plain = quack_calls.gemm_gated
+        spied = lambda a, b, *more, **options: given.append(b) or plain(a, b, *more, **options)  # noqa: E731
+        monkeypatch.setattr(quack_calls, "gemm_gated", spied)
+        assert torch.equal(GATED(x_TD, gate_TK, plan, frozen), expected)
+        GATED(x_TD, gate_TK, plan, input_first)
+    panels = frozen.w_in_EDG.panels.data_ptr()  # type: ignore[attr-defined]
+    assert given[0].data_ptr() == panels  # no copy; plain weights are copied
+    assert given[1].data_ptr() != input_first.w_in_EDG.data_ptr()
+    for name in ("w_in_EDG", "w_out_EFD"):
+        packed, before = getattr(frozen, name), getattr(input_first, name)
+        assert torch.equal(packed.plain(), before) and packed.shape == before.shape
+        assert packed.panels.data_ptr() != before.data_ptr()  # later writes to the original cannot reach it
+    assert "native" in str(GATED.why_not(x_TD, gate_TK, plan, _frozen_for_native(frozen)))
+
+
+def _frozen_for_native(weights: ExpertWeights) -> ExpertWeights:
+    w_in = weights.w_in_EDG
+    return replace(weights, w_in_EDG=Frozen(w_in.panels, replace(w_in.form, kernel="native")))  # type: ignore[attr-defined]
 
 
 def one_target(reason: str | None, *words: str) -> None:

@@ -29,6 +29,7 @@ def test_the_suites_have_their_sizes() -> None:
         "seed-balance": 20,
         "topk-grid": 27,
         "gpu-quick": 10,
+        "gpu-hour": 38,
         "cpu-grid": 21,
         "layouts": 2,
         "soft-moe": 2,

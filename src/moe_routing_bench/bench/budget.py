@@ -20,6 +20,7 @@ class Budget:
     def __init__(self, seconds: float, began: float | None = None, *, kit_apart: bool = False):
         self.seconds, self.began = seconds, time.perf_counter() if began is None else began
         self.kit_apart = kit_apart
+        self.is_paused = False
 
     @property
     def used(self) -> float:
@@ -37,11 +38,13 @@ class Budget:
     def paused(self) -> Iterator[None]:
         """The time inside this block does not count. It is for what is built once, which is not a
         measurement."""
-        began = time.perf_counter()
+        began, before = time.perf_counter(), self.is_paused
+        self.is_paused = True
         try:
             yield
         finally:
-            self.began += time.perf_counter() - began
+            self.is_paused = before
+            self.began += 0.0 if before else time.perf_counter() - began
 
 
 def command_start() -> float:

@@ -7,6 +7,7 @@ as options.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -16,9 +17,9 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import psutil
-import torch
 
 from moe_routing_bench.bench.cores import core_count, idle_count
+from moe_routing_bench.bench.device import why_no_gpu
 from moe_routing_bench.bench.spans.span import (
     Span,
     check_measurable,
@@ -35,8 +36,9 @@ from moe_routing_bench.formats.named import INT8_ROWS
 from moe_routing_bench.models.checkpoint import read_layer
 from moe_routing_bench.ops.auto import invariant_names
 from moe_routing_bench.ops.registry import all_ops
+from moe_routing_bench.workloads import gpu_cases
 from moe_routing_bench.workloads.axes import Axis, Group, axes_of, defaults_of, explained
-from moe_routing_bench.workloads.cases import cases, fitted, model_cases
+from moe_routing_bench.workloads.cases import MINUTE_FLOPS, cases, fitted, model_cases
 from moe_routing_bench.workloads.experiment import (
     ATTENTION,
     DIRECTIONS,
@@ -44,12 +46,16 @@ from moe_routing_bench.workloads.experiment import (
     WORKLOAD,
     Experiment,
     ImplementationRef,
+    check_device_name,
+    device_kind,
 )
+from moe_routing_bench.workloads.gpu_cases import GPU_HOUR
 from moe_routing_bench.workloads.regret_cases import IMPLEMENTATIONS
 from moe_routing_bench.workloads.workload import check_name
 
 SECONDS = 60.0
-ON_A_GPU = ("gpu-quick",)  # suites that are measured there unless somebody says otherwise
+# suites that are measured there unless somebody says otherwise, and their view
+ON_A_GPU = {"gpu-quick": "cuda_events", GPU_HOUR: "cuda_device"}
 LIST = "LIST"  # several values, separated by commas
 Words = list[str] | None  # each may hold several, split at commas
 
@@ -164,11 +170,15 @@ class MeasureOptions:
     def settled(self, suite: str = "", *, adapt: bool = False) -> dict[str, Any]:
         """All axes that say how to measure, by name. With `adapt`, the default uses only cores that are idle
         now. A sweep does not adapt, because it must find the same cells when it is resumed."""
-        device = self.device or ("cuda" if suite.partition("/")[0] in ON_A_GPU else "cpu")
-        given = {**defaults_of(Experiment, "how"), **self.axes}
+        usual = ON_A_GPU.get(_suite(suite))
+        device = self.device or ("cuda" if usual else "cpu")
+        hour = {"max_seconds": gpu_cases.SECONDS} if _suite(suite) == GPU_HOUR else {}
+        given = {**defaults_of(Experiment, "how"), **hour, **self.axes}
+        check_device_name(device)
+        views = VIEWS[device_kind(device)]
         return given | {
             "device": device,
-            "view": VIEWS.get(device, ("",))[0],
+            "view": self.axes.get("view") or (usual if usual in views else views[0]),
             "threads": chosen_threads(self.threads, adapt),
             "min_rounds": min(given["min_rounds"], given["max_rounds"]),
         }
@@ -352,23 +362,23 @@ def _of_checkpoint(span: Span, sizes: SizeOptions, tokens: Sequence[int]) -> lis
     ]
 
 
-def fitted_once(chosen: Sequence[Experiment]) -> list[Experiment]:
+def fitted_once(chosen: Sequence[Experiment], most_flops: float = MINUTE_FLOPS) -> list[Experiment]:
     """Returns the cases, or smaller ones where a case is too big for this machine. If several differ only by
     name, the first one stays."""
     kept: dict[Experiment, Experiment] = {}
     room = psutil.virtual_memory().available
     for case in chosen:
-        twin = fitted(case, memory_bytes=room)
+        twin = fitted(case, memory_bytes=room, most_flops=most_flops)
         nameless = replace(twin, case="", scaled_from="", sequences=twin.sequences if twin.heads else 1)
         kept.setdefault(nameless if twin.scaled_from else twin, twin)
     return list(kept.values())
 
 
 def check_device(device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
+    if device != "cpu" and (reason := why_no_gpu(device)) is not None:
         raise ArgumentError(
-            "torch finds no GPU here; {device} pretend takes the same steps on the CPU, {device} cpu "
-            "measures the CPU, and `mrb sweep --dry-run` shows what would be done",
+            f"torch finds no GPU here ({reason}); {{device}} pretend takes the same steps on the CPU, "
+            "{device} cpu measures the CPU, and `mrb sweep --dry-run` shows what would be done",
             "device",
         )
 
@@ -434,8 +444,9 @@ def _default_names(span: Span, case: Experiment, *, several: bool) -> list[str]:
         return _stored_names(span, case)
     if _suite(case.case) == REGRET:
         return list(IMPLEMENTATIONS[span.name])
-    quick = _suite(case.case) in ON_A_GPU
-    if not quick:
+    if _suite(case.case) == GPU_HOUR:
+        return gpu_cases.implementations_of(case)
+    if _suite(case.case) not in ON_A_GPU:
         return span.usual()
     return [name for name in span.all_names() if not NOT_QUICK.search(name)]
 
@@ -513,6 +524,8 @@ def suite_cases(suite: str, sizes: SizeOptions, what: WhatOptions) -> list[Exper
             f"{suite} fixes all sizes; give a span instead, such as layer with {{tokens}} 128,512", "tokens"
         )
     chosen = in_directions([_with_axes(case, sizes) for case in cases(suite)], what)
+    if _suite(suite) == GPU_HOUR:  # a GPU has time for them, but this machine's memory holds them too
+        return chosen if sizes.full else fitted_once(chosen, most_flops=math.inf)
     return chosen if sizes.full or _suite(suite) == REGRET else fitted_once(chosen)
 
 
@@ -534,9 +547,14 @@ def bench_experiments(
 
 
 def sweep_experiments(
-    suite: str, sizes: SizeOptions, what: WhatOptions, measure: MeasureOptions
+    suite: str, sizes: SizeOptions, what: WhatOptions, measure: MeasureOptions, *, dry_run: bool = False
 ) -> list[Experiment]:
-    cases, how = suite_cases(suite, sizes, what), measure.settled(suite)
+    """On a pretended GPU gpu-hour is tiny, unless it is only shown."""
+    how = measure.settled(suite)
+    if _suite(suite) == GPU_HOUR and device_kind(how["device"]) == "pretend" and not dry_run:
+        cases = [gpu_cases.rehearsed(case) for case in suite_cases(suite, replace(sizes, full=True), what)]
+    else:
+        cases = suite_cases(suite, sizes, what)
     if measure.threads is not None:
         return made_experiments(cases, what, how)
     return on_shared_threads(made_experiments(cases, what, how, own_threads=True))

@@ -19,13 +19,25 @@ Call = Callable[[], object]
 
 # bound at import, so that a measured implementation cannot change it by patching the time module
 _now_ns = time.perf_counter_ns
+# seconds after the last event in which other streams are believed to be idle: a synchronisation and an
+# event take 12 to 40 us
+OTHER_STREAMS = 1e-4
 
 
 class Clock(Protocol):
-    """view names what the seconds mean; span runs the calls in order and returns their total seconds."""
+    """view names what the seconds mean; span runs the calls in order and returns their total seconds.
+
+    used, launch_seconds: what measured the last span on a device, and how long the host took to launch it
+    """
 
     @property
     def view(self) -> str: ...
+
+    @property
+    def used(self) -> str: ...
+
+    @property
+    def launch_seconds(self) -> float: ...
 
     def span(self, calls: Sequence[Call]) -> float: ...
 
@@ -36,6 +48,8 @@ class HostClock:
 
     device: str = "cpu"
     view: str = "host_wall"
+    used: str = ""
+    launch_seconds: float = 0.0
 
     def span(self, calls: Sequence[Call]) -> float:
         self._settle()
@@ -50,51 +64,109 @@ class HostClock:
             torch.cuda.synchronize(self.device)
 
 
-@dataclass(frozen=True)
+@dataclass
 class EventClock:
-    """Time between two CUDA events around the calls, on every stream: a side stream cannot hide work."""
+    """Time between two CUDA events around the calls. Nothing waits between them, so a synchronisation is no
+    part of it. Work that other streams do after the second event counts too: nothing hides there."""
 
     cuda: Any = torch.cuda  # a stand-in with the same names, in tests without a GPU
     view: str = "cuda_events"
+    launch_seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def used(self) -> str:
+        return "events"
 
     def span(self, calls: Sequence[Call]) -> float:
-        start, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end, after = (self.cuda.Event(enable_timing=True) for _ in range(3))
         self.cuda.synchronize()
         start.record()
-        for call in calls:
-            call()
-        # work on other streams belongs to the span, so it ends only when all streams are done
-        self.cuda.synchronize()
+        self.launch_seconds = launched(calls)
         end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e-3
+        self.cuda.synchronize()
+        after.record()
+        after.synchronize()
+        seconds, late = start.elapsed_time(end) * 1e-3, end.elapsed_time(after) * 1e-3
+        if seconds <= 0:
+            raise ValueError(
+                f"the device's events say that the calls took {seconds:g} s: its clock is broken"
+            )
+        return seconds + late if late > OTHER_STREAMS else seconds
 
 
 @dataclass
 class GraphClock:
-    """Time of replaying the calls as one CUDA graph, without launch gaps. Equal calls are captured once."""
+    """Time of replaying the calls as one CUDA graph, without launch gaps. The last calls stay captured."""
 
     cuda: Any = torch.cuda
     view: str = "cuda_graph"
-    _captured: dict[tuple[int, ...], tuple[Any, Sequence[Call]]] = field(default_factory=dict)
+    launch_seconds: float = field(default=0.0, compare=False)  # of the calls themselves, before the capture
+    _captured: tuple[Any, list[Call]] | None = field(default=None, compare=False)
+
+    @property
+    def used(self) -> str:
+        return "graph"
 
     def span(self, calls: Sequence[Call]) -> float:
-        key = tuple(map(id, calls))
-        if key not in self._captured:
-            side = self.cuda.Stream()
-            side.wait_stream(self.cuda.current_stream())
-            with self.cuda.stream(side):
-                for call in calls:  # lazy initialisation must not be captured
-                    call()
-            self.cuda.current_stream().wait_stream(side)
-            graph = self.cuda.CUDAGraph()
-            with self.cuda.graph(graph):
-                for call in calls:
-                    call()
-            # keep the calls alive, so that no other object gets their ids
-            self._captured[key] = (graph, list(calls))
-        graph, _ = self._captured[key]
+        # the calls of the last span are kept, so that no other object gets their ids
+        if self._captured is None or [*map(id, self._captured[1])] != [*map(id, calls)]:
+            self._captured = None  # its memory is free for the next one
+            self._captured = self._capture(calls), list(calls)
+        graph, _ = self._captured
+        graph.replay()  # the first replay also sends the graph to the device
         return EventClock(cuda=self.cuda).span([graph.replay])
+
+    def _capture(self, calls: Sequence[Call]) -> Any:
+        side = self.cuda.Stream()
+        side.wait_stream(self.cuda.current_stream())
+        with self.cuda.stream(side):
+            launched(calls)  # lazy initialisation must not be captured, nor new memory count as launching
+            self.launch_seconds = launched(calls)
+        self.cuda.current_stream().wait_stream(side)
+        graph = self.cuda.CUDAGraph()
+        with self.cuda.graph(graph):
+            for call in calls:
+                call()
+        return graph
+
+
+@dataclass
+class DeviceClock:
+    """Time on the device: of a replayed graph if the calls of an implementation can be captured, else between
+    events. `used` says which, and `why_not` why they cannot be captured."""
+
+    cuda: Any = torch.cuda
+    view: str = "cuda_device"
+    why_not: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        self._graph, self._events = GraphClock(cuda=self.cuda), EventClock(cuda=self.cuda)
+
+    @property
+    def used(self) -> str:
+        return self._events.used if self.why_not else self._graph.used
+
+    @property
+    def launch_seconds(self) -> float:
+        return self._events.launch_seconds if self.why_not else self._graph.launch_seconds
+
+    def span(self, calls: Sequence[Call]) -> float:
+        if not self.why_not:
+            try:
+                return self._graph.span(calls)
+            except RuntimeError as error:
+                self.why_not = str(error).partition("\n")[0] or type(error).__name__
+                self._graph = GraphClock(cuda=self.cuda)
+                self.cuda.synchronize()  # raises if not the capture but a kernel failed
+        return self._events.span(calls)
+
+
+def launched(calls: Sequence[Call]) -> float:
+    """Makes the calls and returns the seconds until the last one returned, when the device may still work."""
+    began = _now_ns()
+    for call in calls:
+        call()
+    return (_now_ns() - began) * 1e-9
 
 
 @dataclass(frozen=True)
@@ -108,6 +180,8 @@ class ProfilerClock:
     cuda: Any = torch.cuda  # stand-ins with the same names, in tests without a GPU
     profiler: Any = torch.profiler
     view: str = "profiler_span"
+    used: str = "profiler"
+    launch_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.cuda.is_available():

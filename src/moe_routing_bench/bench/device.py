@@ -1,31 +1,69 @@
 """Where a worker computes: on the CPU, on a GPU, or on a stand-in that tests the GPU's code path without a
-GPU.
-
-`pretend` takes all steps of a GPU run (inputs placed, events recorded, no CPU roofs), but on the CPU. Its
-times say nothing about a GPU.
-"""
+GPU (pretend.py)."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_routing_bench.bench.clock import Clock, EventClock, HostClock
+from moe_routing_bench.bench.clock import Clock, DeviceClock, EventClock, GraphClock, HostClock, ProfilerClock
+from moe_routing_bench.bench.pretend import pretended
+from moe_routing_bench.workloads.experiment import device_kind
+
+OTHERS_BYTES = 2 * 2**30  # a process that computes holds more; a display and our own context hold less
 
 
 def memory_place(device: str) -> str:
     """The torch device that holds the tensors."""
-    return "cpu" if device == "pretend" else device
+    return "cpu" if device_kind(device) == "pretend" else device
 
 
-def clock_for(device: str, view: str) -> Clock:
+def cuda_of(device: str) -> Any:
+    """torch.cuda, or the stand-in for a pretended device."""
+    return pretended(device) if device_kind(device) == "pretend" else torch.cuda
+
+
+def clock_for(device: str, view: str, *, replayable: bool = True) -> Clock:
+    """replayable: the calls may be made several times, and a graph may replay them. Others are timed between
+    events: a backward alone, which can be made once, and code from outside, because the parent's clock must
+    agree and cannot tell a capture from hidden work."""
     if view == "host_wall":
         return HostClock(device)
-    return EventClock(cuda=PretendCuda() if device == "pretend" else torch.cuda)
+    cuda = cuda_of(device)
+    if view == "profiler_span":
+        return ProfilerClock(cuda=cuda)
+    if view == "cuda_events" or not replayable:
+        return EventClock(cuda=cuda)
+    return GraphClock(cuda=cuda) if view == "cuda_graph" else DeviceClock(cuda=cuda)
+
+
+def why_no_gpu(device: str) -> str | None:
+    """Why torch cannot use a GPU, in the words of torch or its driver; None if it can."""
+    cuda = cuda_of(device)
+    if cuda.is_available():
+        return None
+    try:
+        cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).partition("\n")[0]
+    return "it sees none"
+
+
+def others_on(device: str) -> str:
+    """A sentence if another process uses the GPU; empty if none does. It is asked before our tensors are
+    there."""
+    if device == "cpu":
+        return ""
+    free, total = cuda_of(device).mem_get_info()
+    if (used := total - free) < OTHERS_BYTES:
+        return ""
+    return (
+        f"Another process holds {used / 2**30:.0f} of the GPU's {total / 2**30:.0f} GiB: it may compute at "
+        "the same time, and then all times are too long"
+    )
 
 
 def placed(value: Any, where: str) -> Any:
@@ -42,23 +80,3 @@ def placed(value: Any, where: str) -> Any:
         if any(moved[name] is not tensors[name] for name in tensors):
             return replace(value, **moved)
     return value
-
-
-class PretendCuda:
-    """The part of torch.cuda that EventClock needs, on the CPU, where work is done when a call returns."""
-
-    class Event:
-        def __init__(self, enable_timing: bool = False):
-            self.at = 0.0
-
-        def record(self) -> None:
-            self.at = time.perf_counter()
-
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, other: PretendCuda.Event) -> float:
-            return (other.at - self.at) * 1e3
-
-    def synchronize(self) -> None:
-        pass

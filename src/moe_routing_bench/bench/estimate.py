@@ -43,13 +43,15 @@ class Speed:
 
 def estimate(experiment: Experiment) -> float:
     implementations = len(experiment.implementations)
-    speed = probe(experiment.threads, experiment.dtype)
+    on_gpu = experiment.device != "cpu"
+    # its oracle, in float64 on the CPU, is all that this processor computes
+    speed = probe(experiment.threads, "float32" if on_gpu else experiment.dtype)
     work = {"forward": 1, "backward": 3, "train": 3}[experiment.direction]
     moved = experiment.held_bytes + 6 * experiment.activation_bytes
     call = 5e-5 + work * (experiment.flops / (SHARE_OF_PEAK * speed.flops) + moved / speed.bytes)
-    oracle = work * (8 * experiment.flops / speed.flops + 5 * moved / speed.bytes)
+    oracle = work * ((3 if on_gpu else 8) * experiment.flops / speed.flops + 5 * moved / speed.bytes)
     judged = (2 + experiment.checked) * len({one.question for one in experiment.implementations}) * oracle
-    if experiment.device != "cpu":
+    if on_gpu:
         # the oracle is computed on the CPU, for the gate and for every timed result that is judged
         return GPU_TRIAL_SECONDS * implementations + judged + experiment.max_seconds
     long = call >= LONG_CALL

@@ -34,7 +34,7 @@ from moe_routing_bench.core.names import base_name
 from moe_routing_bench.core.paths import home
 from moe_routing_bench.core.whole_files import write_whole
 from moe_routing_bench.ops.registry import all_ops
-from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
+from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef, device_kind
 
 MAX_RESULT_BYTES = 2**28
 MAX_BYTES = 2**20  # of the file; a fuller one is begun anew
@@ -149,7 +149,7 @@ class PassedKits:
 
     def _key(self, implementation: ImplementationRef, source: str) -> str:
         kit = Code.of([PACKAGE / "conformance" / "check.py"]).hash
-        where = (self.experiment.device, this_machine().name, torch.__version__)
+        where = (device_kind(self.experiment.device), this_machine().name, torch.__version__)
         return digest_of(
             [replace(implementation, frozen=False).title, source, kit, self.experiment.dtype, *where]
         )

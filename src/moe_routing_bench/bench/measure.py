@@ -175,6 +175,8 @@ class _Rounds:
             reading = self._sample(series, self.first, step=self.step, keep=keep)
             seen = self.measured.samples[series]
             seen.seconds.append(reading.seconds)
+            seen.used = reading.used
+            seen.launches += [reading.launch_seconds] if reading.used else []
             seen.stages += [dict(reading.stages)] if reading.stages else []
 
     def _take_stages(self, done: int) -> None:

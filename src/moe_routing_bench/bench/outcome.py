@@ -85,6 +85,8 @@ class ImplementationOutcome:
     calls_per_sample: int = 1
     samples: tuple[float, ...] = ()
     stages: Mapping[str, float] = field(default_factory=dict)
+    clock: str = ""  # on a device: graph, events or profiler
+    launch_seconds: float | None = None  # on a device: of the host, for a call; the median
     profile: Mapping[str, Operation] = field(default_factory=dict)  # by name, if it was profiled
     comparison: Comparison | None = None
     cost: Cost = field(default_factory=Cost)

@@ -62,6 +62,8 @@ OnProgress = Callable[[Progress], None]
 WorkAndLoad = tuple[Cost, Load]  # for one ImplementationRef.question
 Floors = Mapping[ImplementationRef, float | None]
 ROUNDS_TO_RANK = 5
+SLOWED = 1.5  # times as long in a quarter of the rounds or more: noise is not so large for so long
+ROUNDS_TO_SLOW = 20  # fewer do not show it
 OVER = "the time was over before this case; --seconds gives more"
 
 
@@ -124,6 +126,7 @@ def run_cell(
             if for_rounds is not None:
                 budget.leave(for_rounds(_deciding_seconds(setup, alive)))
             measured = _rounds(shared, alive, floors, on_progress)
+            others = shared.others() if experiment.device != "cpu" else ""
             if not ranked(experiment):
                 shared.leave({s: t.call_seconds for s, t in setup.trials.items() if t.call_seconds})
         finally:
@@ -143,6 +146,7 @@ def run_cell(
         notes=(
             *_notes(setup, alive, outcomes),
             *(measured.notes if measured else ()),
+            *filter(None, [others, _slowed(experiment, measured)]),
             *_beaten_roofs(outcomes),
         ),
     )
@@ -338,6 +342,8 @@ def _outcomes(
                 "checked_timed_calls": seen.checked,
                 "samples": tuple(seen.seconds),
                 "stages": seen.stage_medians(),
+                "clock": seen.used,
+                "launch_seconds": median(seen.launches) if seen.launches else None,
                 "floor_seconds": floors[implementation],
                 "roof_seconds": least,
                 "roof_busy": least is not None and roofs is not None and bool(roofs.busy),
@@ -424,6 +430,20 @@ def _beaten_roofs(outcomes: tuple[ImplementationOutcome, ...]) -> list[str]:
             for one in timed
             if not one.roof_busy
         }
+    )
+
+
+def _slowed(experiment: Experiment, measured: Measured | None) -> str:
+    """A sentence if a GPU became much slower during the rounds; empty if it did not. Ratios are within
+    rounds, so they stay right, but the times are those of two speeds."""
+    seconds = measured.samples[measured.baseline].seconds if measured and experiment.device != "cpu" else []
+    places = range(len(seconds) // 4, 3 * len(seconds) // 4 + 1) if len(seconds) >= ROUNDS_TO_SLOW else ()
+    ratio = max((median(seconds[n:]) / median(seconds[:n]) for n in places), default=1.0)
+    if ratio < SLOWED:
+        return ""
+    return (
+        f"The baseline took {ratio:.1f} times as long in later rounds: the GPU's clock fell, or another "
+        "process began to use it. Ratios hold, times do not: cool it or lock its clock, and measure again"
     )
 
 

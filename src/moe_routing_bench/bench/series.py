@@ -83,6 +83,7 @@ class Samples:
     """What the rounds saw of one series: seconds per call, a number for each round.
 
     isolated: timed by the parent, in a process of its own
+    used, launches: what timed them on a device, and the host's seconds to launch a call, for each round
     """
 
     calls: int = 1  # in a sample
@@ -90,6 +91,8 @@ class Samples:
     stages: list[dict[str, float]] = field(default_factory=list)
     checked: int = 0  # calls that were judged
     isolated: bool = False
+    used: str = ""
+    launches: list[float] = field(default_factory=list)
     held: str = ""  # what keeps its process still between turns
 
     def stage_medians(self) -> dict[str, float]:

@@ -101,8 +101,16 @@ class Setup:
         return self.experiment.device == "cpu" and can_freeze_and_read()
 
     @property
+    def compiles(self) -> bool:
+        """True if the first call and the kit compile kernels, which takes none of the time for measuring."""
+        return self.experiment.device != "cpu"
+
+    @property
     def limit(self) -> float:
-        """Seconds for one request, so that a single call cannot use more than the whole budget."""
+        """Seconds for one request, so that a single call cannot use more than the whole budget. What does not
+        count, such as a compilation, may take longer."""
+        if self.budget.is_paused:
+            return self.experiment.step_seconds
         return min(self.experiment.step_seconds, max(self.budget.left, MIN_LIMIT))
 
     def calls(self, implementation: ImplementationRef, baseline: ImplementationRef) -> int:

@@ -71,7 +71,7 @@ def try_alone(shared: SharedHost, implementation: ImplementationRef) -> Trial:
             seen["calls"], seen["call_seconds"] = 1, shortest
         seen["peak_rss_bytes"], _ = host.memory_and_log()
         if not known:
-            with setup.budget.paused() if setup.budget.kit_apart else nullcontext():
+            with setup.budget.paused() if setup.budget.kit_apart or setup.compiles else nullcontext():
                 answer = host.kit(implementation)
             check_kit(answer)
             if source:
@@ -122,7 +122,9 @@ def _first_calls(
             seen["call_seconds"] = shortest
             raise OutOfTimeError(slow_reason(shortest, setup))
         turn = Turn(series=series, first=number, step=step, keep=0, hot=False, poison=poison, name=name)
-        shortest = min(shortest, (seconds := host.sample(turn).seconds))
+        with setup.budget.paused() if place == 0 and setup.compiles else nullcontext():
+            seconds = host.sample(turn).seconds
+        shortest = min(shortest, seconds)
         judged.append(host.judge(turn))
         if place == 0:
             seen |= {"verdict": judged[0].verdict, "first_call": seconds, "runs": judged[0].runs}

@@ -126,10 +126,15 @@ GROUPS = {
 """,
     ),
     "gpu": Group(
-        "Compile GPU kernels without a GPU.",
-        {"compile": Place("compile", "Compile GPU kernels and show what their machine code needs.")},
+        "Compile GPU kernels and rehearse a run, without a GPU.",
+        {
+            "compile": Place("compile", "Compile GPU kernels and show what their machine code needs."),
+            "rehearse": Place("rehearse", "Take every step of the first hour on a GPU, on the CPU."),
+        },
         """
   mrb gpu compile --arch sm_90a --model qwen3-30b-a3b
+  mrb gpu compile --warm
+  mrb gpu rehearse h100
 """,
     ),
     "tune": Group(

@@ -28,6 +28,9 @@ def check_command(
         str | None,
         typer.Option(metavar="RANGE", help="Show for which numbers of tokens it is correct: 1-512."),
     ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only the first case of each implementation.")
+    ] = False,
     as_json: Json = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show every failure, and why a case is not supported.")
@@ -50,7 +53,7 @@ def check_command(
     with user_mistakes():
         report = CheckReport.asked(dtype or (), device, tokens)
     try:
-        report.select(op, impl, include_path or ())
+        report.select(op, impl, include_path or (), quick=quick)
     except MistakeError as mistake:  # any other ValueError is our bug
         fail(str(mistake))
     if tokens is not None:

@@ -51,6 +51,13 @@ def compile_command(
     against: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Fail if a kernel needs more than in this --out file.")
     ] = None,
+    warm_device: Annotated[
+        bool,
+        typer.Option("--warm", help="Instead, build all that gpu-hour needs on the GPU of this machine."),
+    ] = False,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="With --warm: processes at a time; each holds up to 3 GiB of the GPU.")
+    ] = min(8, os.cpu_count() or 1),
     as_json: Json = False,
     include_path: IncludePath = None,
 ) -> None:
@@ -66,12 +73,16 @@ def compile_command(
       mrb gpu compile --impl "triton_fused*" --configs --arch sm_90a
       mrb gpu compile --out tests/data/compile.json
       mrb gpu compile --against tests/data/compile.json
+      mrb gpu compile --warm            on a GPU, before `mrb sweep gpu-hour`
 
     Fails (exit code 1) if a kernel spills registers, needs more shared memory
     than the GPU has, lacks what it promises (tensor cores, 128-bit loads, loads
     ahead of use), or needs more than in the file of --against.
     """
     include_all(include_path)
+    if warm_device:
+        _warm(jobs)
+        return
     if importlib.util.find_spec("triton") is None:
         fail("compiling needs triton, which is not installed: pip install triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -107,6 +118,27 @@ def compile_command(
         show("", _summary(rows, worse, against))
     if worse or any(row.wrong for row in rows):
         raise typer.Exit(1)
+
+
+def _warm(jobs: int) -> None:
+    from moe_routing_bench.bench.choosing import (  # these need torch, and nothing else here does
+        MeasureOptions,
+        SizeOptions,
+        WhatOptions,
+        check_device,
+        sweep_experiments,
+    )
+    from moe_routing_bench.bench.warming import warm
+
+    with user_mistakes():
+        check_device("cuda")
+        experiments = sweep_experiments("gpu-hour", SizeOptions(), WhatOptions(), MeasureOptions())
+        with spinner("compiling") as doing:
+            failed = warm(experiments, jobs, doing)
+    for sentence in failed:
+        show(Text(sentence, "red"))
+    show(f"{len(experiments)} cases are compiled for this GPU, {len(failed)} implementations failed")
+    raise typer.Exit(int(bool(failed)))
 
 
 def _read(path: Path) -> dict[str, Any]:

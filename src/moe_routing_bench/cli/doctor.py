@@ -17,7 +17,8 @@ import torch
 import typer
 from rich.text import Text
 
-from moe_routing_bench.bench.device import memory_place
+from moe_routing_bench.bench.choosing import check_device
+from moe_routing_bench.bench.device import cuda_of, memory_place, others_on, why_no_gpu
 from moe_routing_bench.bench.noise import NoiseReading, noise_now
 from moe_routing_bench.bench.roofs import Roofs, roofs_path, stored_roofs, take_roofs
 from moe_routing_bench.cli.options import IncludePath, Json, fail, include_all, show_json, user_mistakes
@@ -31,22 +32,26 @@ from moe_routing_bench.ops.targets import target_of
 from moe_routing_bench.report.console import bar, fitted, show, spinner, two_columns
 from moe_routing_bench.report.pictures import check_picture_path, draw_power
 from moe_routing_bench.studies.power import PowerStudy, plan_trials, study_power
+from moe_routing_bench.workloads.experiment import check_device_name, device_kind
 
 STYLES = {"right": "green", "wrong": "red", "not tried": "yellow"}
 
 
 def must_exist(device: str) -> None:
     """Fails with a sentence if no kernel can run on a device."""
-    if device == "pretend":
+    if device_kind(device) == "pretend":
+        with user_mistakes():
+            check_device_name(device)
+            check_device(device)
         if os.environ.get("TRITON_INTERPRET") != "1":
             fail("--device pretend interprets the kernels on the CPU: set TRITON_INTERPRET=1")
     elif torch.device(device).type != "cuda":
         fail(f"--device {device}: mrb doctor tries GPU kernels; use cuda, cuda:1, ... or pretend")
     elif not torch.cuda.is_available():
         fail(
-            "there is no CUDA device here, so no GPU kernel can be tried; `TRITON_INTERPRET=1 mrb doctor "
-            "--device pretend` does the same on the CPU, and `mrb explain OP --arch sm_90a` says what "
-            "would run"
+            f"there is no CUDA device here ({why_no_gpu(device)}), so no GPU kernel can be tried; "
+            "`TRITON_INTERPRET=1 mrb doctor --device pretend` does the same on the CPU, and `mrb explain OP "
+            "--arch sm_90a` says what would run"
         )
 
 
@@ -56,10 +61,13 @@ def show_all(device: str, pattern: str) -> list[Tried]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the warning is shown below
         target = target_of(place)
-    gpu = "the interpreter" if device == "pretend" else f"{torch.cuda.get_device_name(place)}, {target.name}"
+    name = cuda_of(device).get_device_name(place)
+    gpu = f"{name}, interpreted" if place.type == "cpu" else f"{name}, {target.name}"
     show(f"Trying the smallest case of every GPU kernel on {gpu}, against the oracle on the CPU")
     if target.unlisted:
         show(Text(target.unlisted, "yellow"))
+    if others := others_on(device):
+        show(Text(others, "yellow"))
     tried = []
     for one in try_all(str(place), pattern):
         tried.append(one)

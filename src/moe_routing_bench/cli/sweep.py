@@ -63,7 +63,7 @@ def sweep_command(
       mrb sweep olmoe-1b-7b~scaled --out results --workload "uniform,zipf(1.2)"
       mrb sweep layer --tokens 128,512 --experts 32,64 --topk 1,2 --out results
       mrb sweep seed-grid~scaled --out results --layout "compact,block(64)"
-      mrb sweep gpu-quick --out gpu           needs a GPU; takes under 15 minutes
+      mrb sweep gpu-hour --out gpu            needs a GPU; planned for an hour
       mrb sweep seed-grid --out part1 --shard 1/2        then `mrb results merge`
       mrb sweep seed-grid --out s3://bucket/runs --claim    on any number of machines
       mrb sweep seed-grid --out results --engine "ray(gpu=h100)"
@@ -74,7 +74,7 @@ def sweep_command(
     include_all(what.include_path)
     name = url_of(out) or out
     with user_mistakes():
-        experiments = sweep_experiments(suite, sizes, what, measure)
+        experiments = sweep_experiments(suite, sizes, what, measure, dry_run=dry_run)
         planned = PlannedSweep.of(
             experiments, out, resume=resume, retry_failed=retry_failed, shard=shard, claim=claim,
             engine=engine, dry_run=dry_run,
@@ -111,9 +111,14 @@ def sweep_command(
 
 def _show_plan(plan: SweepPlan, as_json: bool) -> None:
     if as_json:
-        show_json({**_numbers(plan), "todo": [experiment.title for experiment in plan.todo]})
+        steps = {step: round(seconds / 60, 1) for step, seconds in plan.steps.items() if step}
+        titles = [experiment.title for experiment in plan.todo]
+        show_json({**_numbers(plan), "minutes_by_step": steps, "todo": titles})
         return
     show(_sentence(plan))
+    for step, seconds in plan.steps.items():
+        if step:
+            show(f"  {step}: about {seconds / 60:.0f} minutes")
     for experiment in plan.todo:
         show(Text(f"  {experiment.title}: {len(experiment.implementations)} implementations", "dim"))
 

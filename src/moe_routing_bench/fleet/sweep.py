@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from moe_routing_bench.bench.estimate import estimate
@@ -23,6 +24,7 @@ from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.query import views
 from moe_routing_bench.results.writing import record_outcome
 from moe_routing_bench.workloads.experiment import Experiment
+from moe_routing_bench.workloads.gpu_cases import step_of
 
 FINE = frozenset({Status.PASSED, Status.UNSUPPORTED})
 
@@ -38,7 +40,16 @@ class SweepPlan:
     @property
     def seconds(self) -> float:
         """About how long it will take (bench/estimate.py)."""
-        return sum(estimate(experiment) for experiment in self.todo)
+        return sum(self.steps.values())
+
+    @cached_property
+    def steps(self) -> dict[str, float]:
+        """About how long each step of gpu-hour will take; other suites have one, without a name."""
+        seconds: dict[str, float] = {}
+        for experiment in self.todo:
+            step = step_of(experiment.case)
+            seconds[step] = seconds.get(step, 0.0) + estimate(experiment)
+        return seconds
 
 
 def plan_sweep(

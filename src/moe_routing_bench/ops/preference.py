@@ -35,6 +35,10 @@ NO_GPU = (
     "not timed: plain torch runs on every GPU; the Triton kernels are verified and compiled, but no GPU has "
     "run them (docs/gpu.md)"
 )
+NO_WAITING = (
+    "not timed: no GPU has run them (docs/gpu.md); the order is by what each avoids: rows written between "
+    "its products, then a loop over experts, which waits for the device in every call"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from moe_routing_bench.core.names import short_label, slots_of
 from moe_routing_bench.report.ceiling import ceilings
 from moe_routing_bench.report.console import Cells, fitted, heading, show, two_columns
 from moe_routing_bench.workloads.axes import values_of
-from moe_routing_bench.workloads.experiment import Experiment
+from moe_routing_bench.workloads.experiment import Experiment, device_kind
 
 STYLES = {"FASTER": "green", "SLOWER": "red", "SAME": "cyan"} | dict.fromkeys(OPEN, "yellow")
 PLAIN_LAYER = "moe"
@@ -266,7 +266,7 @@ def _stages(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> list[R
 
 PLACES = {
     "cpu": "{}",
-    "cuda": "a GPU, between CUDA events",
+    "cuda": "a GPU",
     "pretend": "a pretended GPU (it runs on the CPU, so these times say nothing about a GPU)",
 }
 
@@ -281,7 +281,7 @@ def _notes(outcome: CellOutcome, ranked: list[ImplementationOutcome], roofs: Roo
         checked = sum(one.checked_timed_calls for one in outcome.implementations)
         number = all_threads(outcome.experiment)
         threads = "1 thread" if number == 1 else f"{number} threads"
-        place = PLACES[experiment.device].format(threads)
+        place = PLACES[device_kind(experiment.device)].format(threads)
         notes.append(
             f"{outcome.rounds} interleaved rounds on {place}, {experiment.cache} caches "
             f"({outcome.stop_reason}); noise: two copies of the baseline differed by "

@@ -51,6 +51,8 @@ CLAIMED = {
     "protocol.held": "what a process was held by leaves no trace",
     "timing.first_call": "it is no sample",
     "timing.stages": "samples of stages are not kept",
+    "timing.clock": "a name",
+    "timing.launch": "samples of launches are not kept",
     "work.useful_flops": "counted from the routing",
     "work.executed_flops": "counted from the routing",
     "work.weight_bytes": "counted from the routing",

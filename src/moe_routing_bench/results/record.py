@@ -277,6 +277,8 @@ class Timing(RecordPart):
 
     stages: seconds of each stage, {"route": 0.001, "dispatch": 0.004}; empty if they were not timed
     separately.
+    clock, launch: on a device, what took the time (graph, events, profiler), and the host's seconds to launch
+    a call. They were added during version 3.
     """
 
     median: Seconds
@@ -291,11 +293,14 @@ class Timing(RecordPart):
     first_call: Seconds
     samples: SamplesFile
     stages: Annotated[dict[Name, Seconds], Field(max_length=64)]
+    clock: Name = ""
+    launch: Seconds | None = None
 
     @classmethod
     def of(
-        cls, samples: ArrayLike, first_call: float, kept: SamplesFile, stages: Mapping[str, float]
-    ) -> Timing:
+        cls, samples: ArrayLike, first_call: float, kept: SamplesFile, stages: Mapping[str, float],
+        clock: str = "", launch: float | None = None,
+    ) -> Timing:  # fmt: skip
         seconds = np.asarray(samples, dtype=np.float64).ravel()
         if not seconds.size or not np.isfinite(seconds).all() or seconds.min() <= 0:
             raise ValueError("a timing needs at least one sample, and samples must be positive and finite")
@@ -307,7 +312,7 @@ class Timing(RecordPart):
             least=float(seconds.min()),
             most=float(seconds.max()),
             p05=p05, p25=p25, p75=p75, p95=p95,
-            first_call=first_call, samples=kept, stages=dict(stages),
+            first_call=first_call, samples=kept, stages=dict(stages), clock=clock, launch=launch,
         )  # fmt: skip
 
     @model_validator(mode="after")

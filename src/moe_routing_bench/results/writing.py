@@ -44,7 +44,10 @@ def _record(
     timing = comparison = None
     if one.samples:
         samples = np.asarray(one.samples)
-        timing = schema.Timing.of(samples, one.first_call or 0.0, session.put_samples(samples), one.stages)
+        kept = session.put_samples(samples)
+        timing = schema.Timing.of(
+            samples, one.first_call or 0.0, kept, one.stages, one.clock, one.launch_seconds
+        )
     if one.comparison is not None and outcome.baseline is not None:
         comparison = schema.ComparisonFacts.of(
             outcome.baseline.label, one.comparison, one.comparison.aa_floor

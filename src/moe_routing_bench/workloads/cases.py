@@ -21,6 +21,7 @@ from moe_routing_bench.workloads.experiment import (
     MAX_FLOPS,
     Experiment,
 )
+from moe_routing_bench.workloads.gpu_cases import gpu_hour
 from moe_routing_bench.workloads.regret_cases import regret
 
 # of the cases of a published model
@@ -290,7 +291,8 @@ SUITES: dict[str, Callable[[], list[Experiment]]] = {
     suite.__name__.replace("_", "-"): suite
     for suite in (
         seed_fused, seed_qwen, seed_pack, seed_grid, seed_routing, seed_moe_block, seed_dense, seed_attention,
-        seed_linear, seed_rmsnorm, seed_balance, topk_grid, gpu_quick, cpu_grid, layouts, soft_moe, regret,
+        seed_linear, seed_rmsnorm, seed_balance, topk_grid, gpu_quick, gpu_hour, cpu_grid, layouts,
+        soft_moe, regret,
     )
 }  # fmt: skip
 

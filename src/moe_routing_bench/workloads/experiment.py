@@ -32,7 +32,21 @@ DIRECTIONS = {
     "train": "forward and backward",
 }
 # the views of each device, the default first
-VIEWS = {"cpu": ("host_wall",), "cuda": ("cuda_events", "host_wall"), "pretend": ("cuda_events",)}
+VIEWS = {
+    "cpu": ("host_wall",),
+    "cuda": ("cuda_events", "cuda_device", "cuda_graph", "profiler_span", "host_wall"),
+    "pretend": ("cuda_events", "cuda_device", "cuda_graph"),
+}
+CARDS = ("h100", "a100", "mi300x", "b200", "4090")  # that can be pretended (bench/pretend.py)
+FAULTS = {
+    "oom": "an implementation needs more memory than the device has",
+    "poison": "a kernel faults, and from then on every call of its process fails",
+    "compiler": "the compiler ends the process",
+    "driver": "the driver is too old for torch",
+    "shared": "another process computes on the device",
+    "clock": "the device falls to half its speed during the rounds",
+    "events": "events measure 0",
+}
 WORKLOAD = "zipf(1.2)"  # the default; uniform routing flatters every kernel
 # a twin for tests and for a first look: what takes seconds on any machine
 MAX_WEIGHT_BYTES = 256 * 2**20
@@ -40,6 +54,23 @@ MAX_ACTIVATION_BYTES = 256 * 2**20
 MAX_FLOPS = 2e10
 ATTENTION = "attention"  # the span whose work grows with the length of a sequence, not with its tokens alone
 FEWER_TOKENS = "-tokens"  # ends the name of a case that has fewer tokens than asked for
+
+
+def device_kind(device: str) -> str:
+    """cpu, cuda or pretend, of pretend:h100 too"""
+    return device.partition(":")[0]
+
+
+def check_device_name(device: str) -> None:
+    """ValueError unless it is cpu, cuda, pretend, pretend:CARD, pretend:CARD:FAULT or
+    pretend:CARD:FAULT@IMPLEMENTATION."""
+    kind, *more = device.split(":", 2)
+    if kind not in VIEWS or (more and kind != "pretend"):
+        raise ValueError(f"there is no device {device!r}; there are {', '.join(VIEWS)}")
+    for name, known in zip(more, (CARDS, FAULTS), strict=False):
+        if name.partition("@")[0] not in known:
+            raise ValueError(f"there is no device {device!r}: {name!r} is none of {', '.join(known)}")
+
 
 Question = tuple[str, str, str, str]
 _what, _how = partial(axis, group="what"), partial(axis, group="how")
@@ -175,8 +206,8 @@ class Experiment:
     seed: int = axis(0, "Random seed of routing and data.", compare="row", column="routing_seed")
     device: str = _how(
         "cpu",
-        "cpu, cuda (AMD's GPUs too), or pretend: a GPU's steps on the CPU. Default: cuda for gpu-quick, else "
-        "cpu.",
+        f"cpu, cuda (AMD's GPUs too), or pretend:CARD, a GPU's steps on the CPU ({', '.join(CARDS)}). "
+        "Default: cuda for gpu-quick and gpu-hour, else cpu.",
         flag="--device", asks=True, compare="agree", plural="devices",
     )  # fmt: skip
     threads: int = _how(
@@ -186,7 +217,12 @@ class Experiment:
     cache: str = _how(
         "hot", explained(CACHES), flag="--cache", compare="agree", plural="cache policies", choices=CACHES
     )
-    view: str = _how("host_wall", "What a time includes.", compare="agree", plural="timer views")
+    view: str = _how(
+        "host_wall",
+        "What a time on a GPU is: cuda_events, cuda_device (a replayed graph where that is possible, else "
+        "events), cuda_graph, profiler_span, host_wall. Default: cuda_events, for gpu-hour cuda_device.",
+        flag="--view", asks=True, compare="agree", plural="timer views",
+    )  # fmt: skip
     processes: int = _how(1, "Repeat in this many processes; 3 for a published figure.", flag="--processes")
     max_rounds: int = _how(1000, "Most rounds of a case.", flag="--rounds", since=3)
     min_rounds: int = _how(20, "Fewest rounds of a case.", flag="--min-rounds", since=3)
@@ -226,7 +262,8 @@ class Experiment:
 
     def __post_init__(self) -> None:
         known: dict[str, Collection[str]] = {"dtype": BYTES, "direction": DIRECTIONS, "cache": CACHES}
-        known |= {"device": VIEWS, "view": VIEWS.get(self.device, ())}
+        check_device_name(self.device)
+        known |= {"view": VIEWS[device_kind(self.device)]}
         for name, values in known.items():
             if (given := getattr(self, name)) not in values:
                 raise ValueError(f"there is no {name} {given!r}; there are {', '.join(values)}")

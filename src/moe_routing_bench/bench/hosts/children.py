@@ -310,7 +310,7 @@ def _error(asked: str, message: str, error_type: str) -> ImplementationError:
     if error_type == "NotImplementedError" and asked in ("describe", "kit"):
         return ImplementationError(Status.UNSUPPORTED, message.partition(": ")[2] or message)
     if (
-        error_type == "MemoryError"
+        error_type in ("MemoryError", "OutOfMemoryError")  # the second is torch's, of a GPU
         or "can't allocate memory" in message
         or "Cannot allocate memory" in message
     ):

@@ -42,6 +42,7 @@ class Reading:
     """What a turn took: seconds of a call by the host's clock, and of all of them by the parent's.
 
     new_threads: how many more there are after it
+    used, launch_seconds: what timed it on a device, and how long the host took to launch one call
     held: what keeps its process still between turns, "ptrace + seccomp"; "" if nothing does
     """
 
@@ -51,6 +52,8 @@ class Reading:
     rss_before: int = 0  # bytes of the process
     rss_after: int = 0
     new_threads: int = 0
+    used: str = ""
+    launch_seconds: float = 0.0
     held: str = ""
     stages: Mapping[str, float] = field(default_factory=dict)
 

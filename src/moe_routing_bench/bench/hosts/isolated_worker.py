@@ -62,7 +62,7 @@ class _Outside:
             use_weights(inputs, dict(zip(plan["weights_names"], tensors, strict=True)), plan["activation"])
         self.weights_in_use = inputs.weights if self.span.weights else None
         self.flusher = CacheFlusher() if experiment.cache != "hot" else None
-        start_threads("cpu")
+        start_threads("cpu", autograd=False)
         self.template = self.span.arguments(self.span.call(self.implementation, inputs, 0, 0))
         self.caller = Caller(self.span, self.span.built(self.implementation, inputs), experiment.direction)
         self.timed: list[Callable[[], Any]] = []

@@ -75,9 +75,19 @@ Stages = Annotated[dict[Annotated[str, Field(max_length=200)], Seconds], Field(m
 
 
 class Timed(Reply):
+    """used, launch_seconds: of a device's clock (clock.py)"""
+
     seconds: Seconds
+    used: Annotated[str, Field(max_length=20)] = ""
+    launch_seconds: Annotated[float, Field(ge=0, lt=1e7, allow_inf_nan=False)] = 0.0
     stages: Stages = Field(default_factory=dict)
     stamps: Stamps = ()
+
+
+class DeviceSaid(Reply):
+    """others: a sentence if another process uses the device"""
+
+    others: Text = ""
 
 
 class StagesTimed(Reply):

@@ -21,7 +21,15 @@ from moe_routing_bench.bench.hosts import shared_worker
 from moe_routing_bench.bench.hosts.children import Child
 from moe_routing_bench.bench.hosts.holding import can_hold
 from moe_routing_bench.bench.hosts.host import Clock, Judged, Reading, Turn
-from moe_routing_bench.bench.hosts.messages import Described, HandedOver, KitRun, Loaded, StagesTimed, Weights
+from moe_routing_bench.bench.hosts.messages import (
+    Described,
+    DeviceSaid,
+    HandedOver,
+    KitRun,
+    Loaded,
+    StagesTimed,
+    Weights,
+)
 from moe_routing_bench.bench.inputs import ROUTINGS, Inputs
 from moe_routing_bench.bench.kit import can_judge_kit, judge_kit
 from moe_routing_bench.bench.series import Series
@@ -152,6 +160,11 @@ class SharedHost:
         """How many processes code from outside has started that still run."""
         return self.child.left_running()
 
+    def others(self) -> str:
+        """A sentence if another process used the GPU when its process began; empty if none did."""
+        alive = self._child is not None and not self._child.harm()
+        return self.child.ask("device", DeviceSaid).others if alive else ""
+
     def memory_and_log(self) -> tuple[int | None, str]:
         """The most memory since `describe`, and the end of what was printed."""
         return (None, "") if self._child is None else (self._child.peak_bytes(), self._child.log_tail())
@@ -177,7 +190,8 @@ class SharedHost:
         return Reading(
             seconds=timed.seconds / turn.calls, calls=turn.calls, parent_seconds=seen, stages=timed.stages,
             rss_before=before.rss_bytes, rss_after=after.rss_bytes,
-            new_threads=after.threads - before.threads,
+            new_threads=after.threads - before.threads, used=timed.used,
+            launch_seconds=timed.launch_seconds / turn.calls,
         )  # fmt: skip
 
     def judge(self, turn: Turn) -> Judged:

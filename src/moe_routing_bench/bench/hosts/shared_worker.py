@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,19 +27,19 @@ import torch
 from safetensors.torch import save_file
 
 from moe_routing_bench.bench.calls import Caller, Result, named_tensors, wrong_type
-from moe_routing_bench.bench.clock import CacheFlusher
-from moe_routing_bench.bench.device import clock_for, memory_place
+from moe_routing_bench.bench.clock import CacheFlusher, Clock
+from moe_routing_bench.bench.device import clock_for, cuda_of, memory_place, others_on
 from moe_routing_bench.bench.hosts.filtering import forbid
 from moe_routing_bench.bench.inputs import ROUTINGS, Call, Inputs, fingerprint, touch
 from moe_routing_bench.bench.judging import activations, weights_print
 from moe_routing_bench.bench.kit import kit_results, run_kit
 from moe_routing_bench.bench.loaded import LoadedFiles
-from moe_routing_bench.bench.spans.span import span_named
+from moe_routing_bench.bench.spans.span import is_ours, span_named
 from moe_routing_bench.conformance.check import poisoned_memory
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.ops.registry import BUILT_IN
 from moe_routing_bench.routers.router import include_folder
-from moe_routing_bench.workloads.experiment import Experiment
+from moe_routing_bench.workloads.experiment import Experiment, device_kind
 
 TIMED = "timed"  # the file of a result without a name
 Requests = Mapping[str, Callable[..., dict[str, Any]]]
@@ -81,7 +82,9 @@ class _Worker:
         for folder in experiment.include:
             include_folder(folder)
         self.scratch, device = scratch, experiment.device
-        self.clock = clock_for(device, experiment.view)
+        if device_kind(device) == "pretend":
+            cuda_of(device).start()
+        self.others = others_on(device)
         self.flusher = CacheFlusher() if experiment.cache != "hot" else None
         self._take(experiment, None)
         for place in {"cpu", memory_place(device)}:
@@ -94,6 +97,7 @@ class _Worker:
             self.inputs.take_weights(before)
         self.weights_in_use = self.inputs.weights if self.span.weights else None
         self._callers: dict[int, Caller] = {}
+        self._clocks: dict[int, Clock] = {}  # a graph captures the calls of some implementations only
         self._timed: list[Any] = []
         self._kept: list[Any] = []
         self._kept_args: Mapping[str, Any] = {}
@@ -117,6 +121,7 @@ class _Worker:
             "stages": self.stages,
             "weights": self.weights,
             "loaded": self.loaded,
+            "device": self.device,
         }
 
     def describe(self, place: int) -> dict[str, Any]:
@@ -145,6 +150,7 @@ class _Worker:
     ) -> dict[str, Any]:
         """Prepare a sample: new inputs, and caches as the policy says. keep: the call whose result will be
         handed over, -1 for none. warm: hot caches need a call before. poison: new memory holds nonsense."""
+        self._clock = self._clock_of(place)
         made = [self._call(place, first + c, (step + c) % ROUTINGS) for c in range(calls)]
         self._kept, self._kept_args, self._poison = [], made[keep][1], poison
         if keep >= 0:
@@ -175,12 +181,14 @@ class _Worker:
     def go(self) -> dict[str, Any]:
         """Run the timed span. The parent's clock also times this request."""
         with poisoned_memory() if self._poison else nullcontext():
-            return {"seconds": self.clock.span(self._timed)}
+            seconds, clock = self._clock.span(self._timed), self._clock
+            return {"seconds": seconds, "used": clock.used, "launch_seconds": clock.launch_seconds}
 
     def hand_over(self, place: int, name: str) -> dict[str, Any]:
         """Saves the kept result. If the result before it had a name, that one is saved once more."""
         caller = self._caller(place)
-        result = caller.result(self._kept[0], self._kept_args)
+        # the last: a graph's calls are made before they are captured too
+        result = caller.result(self._kept[-1], self._kept_args)
         answer: dict[str, Any] = {"wrong_type": wrong_type(result.out), "runs": caller.computation.runs}
         if not answer["wrong_type"]:
             self._save(name or TIMED, result)
@@ -199,11 +207,15 @@ class _Worker:
         _, args = self._call(place, number, step)
         seconds = {}
         for name, stage in self.span.stages(self.experiment.implementations[place], self.inputs, args):
-            seconds[name] = self.clock.span([stage])
+            clock = clock_for(self.experiment.device, self.experiment.view, replayable=False)
+            seconds[name] = clock.span([stage])
         return {"stages": seconds}
 
     def weights(self) -> dict[str, Any]:
         return {"print": weights_print(self.span, self.inputs)}
+
+    def device(self) -> dict[str, Any]:
+        return {"others": self.others}
 
     def loaded(self) -> dict[str, Any]:
         return {"files": self.files.found()}
@@ -214,19 +226,36 @@ class _Worker:
 
     def _caller(self, place: int) -> Caller:
         if place not in self._callers:
-            built = self.span.built(self.experiment.implementations[place], self.inputs)
+            implementation, device = self.experiment.implementations[place], self.experiment.device
+            built = self.span.built(implementation, self.inputs)
+            if device_kind(device) == "pretend":
+                waits = any(part.host_sync for part in self.span.parts(implementation.name))
+                run = cuda_of(device).computing(built.run, implementation.name, waits=waits)
+                built = replace(built, run=run)
             self._callers[place] = Caller(self.span, built, self.experiment.direction)
         return self._callers[place]
+
+    def _clock_of(self, place: int) -> Clock:
+        if place not in self._clocks:
+            experiment = self.experiment
+            ours = all(map(is_ours, self.span.origins(experiment.implementations[place].name)))
+            replayable = ours and experiment.direction != "backward"
+            self._clocks[place] = clock_for(experiment.device, experiment.view, replayable=replayable)
+        return self._clocks[place]
 
 
 def _keep(run: Callable[[], Any], holder: list[Any]) -> None:
     holder.append(run())
 
 
-def start_threads(place: str) -> None:
-    """Start the threads of OpenMP and of a GPU driver now, so that threads counted later are a kernel's."""
-    ones = torch.ones(512, 512, device=place)
-    torch.mm(ones, ones).relu_().sum()
+def start_threads(place: str, *, autograd: bool = True) -> None:
+    """Start the threads of OpenMP, of a GPU driver and of autograd for a GPU now, so that threads counted
+    later are a kernel's. A process that will fork has no autograd, which refuses to work in its child."""
+    with torch.set_grad_enabled(autograd):
+        ones = torch.ones(512, 512, device=place, requires_grad=autograd)
+        total = torch.mm(ones, ones).relu_().sum()
+        if autograd:
+            torch.autograd.grad(total, ones)
 
 
 def settle(

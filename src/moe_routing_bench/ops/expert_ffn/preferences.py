@@ -1,6 +1,6 @@
 """What impl="auto" prefers for expert_ffn: see ops/preference.py. Made by measurements/preferences.py."""
 
-from moe_routing_bench.ops.preference import GPUS, NO_GPU, PLAIN, Preference
+from moe_routing_bench.ops.preference import GPUS, NO_WAITING, PLAIN, Preference
 
 PREFERENCES = (
     Preference(
@@ -27,5 +27,15 @@ PREFERENCES = (
         evidence="measurements/bench/first_minute.txt: the best of plain torch took 0.95 to 0.97 "
         "of its time, decided in one run of three",
     ),
-    Preference(machines=GPUS, order=("staged",), evidence=NO_GPU),
+    Preference(
+        machines=GPUS,
+        order=(
+            "triton_fused",
+            "staged(grouped_gemm=torch_grouped_mm)",
+            "staged(grouped_gemm=padded_bmm)",
+            "staged(grouped_gemm=block_sparse)",
+            "dense_all_experts",
+        ),
+        evidence=NO_WAITING,
+    ),
 )

@@ -9,8 +9,9 @@ In the backward pass h_RF, and y_RD without a score, are never written to memory
 up columns alternate. In a layout without padding QuACK gathers the tokens itself. A padded or block layout is
 dispatched first, so that padding is zero and does not change a weight's gradient.
 
-w_in is read as Transformers stores it, output first, without a copy (QuACK's concat_layout). A matrix stored
-input first is copied into that form at every call. The options dispatch and combine name what moves rows.
+w_in is read as Transformers stores it, output first, without a copy (QuACK's concat_layout). freeze() stores
+it so, once; plain weights that are stored input first are copied in every call. The options dispatch and
+combine name what moves rows.
 
 It was judged on the CPU with QuACK's own references and compiled for sm_90a and sm_100a. It has not run on a
 GPU.
@@ -18,6 +19,7 @@ GPU.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_routing_bench.core.experts import ExpertWeights
+from moe_routing_bench.core.frozen import UNPACK, Form, Frozen
 from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.ops import quack_calls as quack
 from moe_routing_bench.ops.combine.op import op as combine_op
@@ -34,6 +37,7 @@ from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.rows import why_not_gates
 
 INSTEAD = "expert_ffn.triton_fused"
+KERNEL = "quack_gated"
 WHY_NOT_ACTIVATION = {
     "geglu": "QuACK's geglu is the tanh form of GELU, ours the exact one",
     "swiglu_oai": "QuACK's gated GEMM does not clamp swiglu_oai at 7 as gpt-oss does",
@@ -42,6 +46,35 @@ WHY_NOT_ACTIVATION = {
 
 def parts(*, dispatch: str = "index_select", combine: str = "gather_sum") -> dict[str, Implementation]:
     return {"dispatch": dispatch_op.get(dispatch), "combine": combine_op.get(combine)}
+
+
+def freeze(weights: ExpertWeights) -> ExpertWeights:
+    """Both matrices as QuACK reads them, so that no call copies one."""
+    w_in_EDG, w_out_EFD = weights.w_in_EDG.detach(), weights.w_out_EFD.detach()
+    return replace(
+        weights,
+        w_in_EDG=_packed(output_first(w_in_EDG).transpose(1, 2), w_in_EDG, first=True),
+        w_out_EFD=_packed(quack.as_stored(w_out_EFD), w_out_EFD, first=False),
+    )
+
+
+def _packed(panels: Tensor, w_EKN: Tensor, *, first: bool) -> Frozen:
+    panels = (
+        panels.clone()
+        if panels.untyped_storage().data_ptr() == w_EKN.untyped_storage().data_ptr()
+        else panels
+    )
+    return Frozen(panels, Form(kernel=KERNEL, size=tuple(w_EKN.shape), dtype=w_EKN.dtype, gated=first))  # type: ignore[arg-type]
+
+
+def as_read(w_EKN: Tensor) -> Tensor:
+    """The matrix inside frozen weights, experts x depth x columns; plain weights as they are."""
+    if type(w_EKN) is not Frozen:
+        return w_EKN
+    return w_EKN.panels.transpose(1, 2) if w_EKN.form.gated else w_EKN.panels
+
+
+UNPACK[KERNEL] = lambda panels, form: (panels.transpose(1, 2) if form.gated else panels).contiguous()
 
 
 def unsupported(
@@ -56,6 +89,8 @@ def unsupported(
     if weights.b_in_EG is not None or weights.b_out_ED is not None:
         return f"it has no biases; {INSTEAD} has"
     for matrix in (weights.w_in_EDG, weights.w_out_EFD):
+        if type(matrix) is Frozen and matrix.form.kernel != KERNEL:
+            return f"the weights are frozen for {matrix.form.label}"
         if (reason := quack.why_not_matrix(matrix, x_TD.dtype)) is not None:
             return reason
     if (reason := why_not_gates(gate_TK, x_TD.dtype)) is not None:
@@ -75,7 +110,7 @@ def run(
 ) -> Tensor:
     check_sizes(x_TD, gate_TK, plan, weights)
     moving = parts(dispatch=dispatch, combine=combine)
-    return _Gated.apply(x_TD, gate_TK, weights.w_in_EDG, weights.w_out_EFD, plan, moving)
+    return _Gated.apply(x_TD, gate_TK, as_read(weights.w_in_EDG), as_read(weights.w_out_EFD), plan, moving)
 
 
 def output_first(w_EDG: Tensor) -> Tensor:

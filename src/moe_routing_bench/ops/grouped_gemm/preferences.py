@@ -1,6 +1,6 @@
 """What impl="auto" prefers for grouped_gemm: see ops/preference.py. Made by measurements/preferences.py."""
 
-from moe_routing_bench.ops.preference import GPUS, NO_GPU, PLAIN, Preference
+from moe_routing_bench.ops.preference import GPUS, NO_WAITING, PLAIN, Preference
 
 PREFERENCES = (
     Preference(
@@ -26,5 +26,9 @@ PREFERENCES = (
         evidence="measurements/bench/first_minute.txt: torch_grouped_mm took 0.95 to 0.97 of its "
         "time, decided in one run of three",
     ),
-    Preference(machines=GPUS, order=("expert_loop",), evidence=NO_GPU),
+    Preference(
+        machines=GPUS,
+        order=("triton_ragged", "torch_grouped_mm", "padded_bmm", "block_sparse"),
+        evidence=NO_WAITING,
+    ),
 )
