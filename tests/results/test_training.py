@@ -125,9 +125,12 @@ def _step(home: Path) -> int:
 def test_a_damaged_state_is_said(tmp_path: Path, corpus: Corpus) -> None:
     execute(tiny(), corpus, tmp_path)
     home = run_folder(tmp_path, tiny().key)
-    (home / STATE).write_bytes(b"no tensors")
-    with pytest.raises(ValueError, match="is damaged"):
-        execute(tiny(), corpus, tmp_path)
+    whole = bytearray((home / STATE).read_bytes())
+    whole[-1] ^= 1
+    for damaged in (b"no tensors", whole[:-1], whole):
+        (home / STATE).write_bytes(damaged)
+        with pytest.raises(ValueError, match="is damaged"):
+            execute(tiny(), corpus, tmp_path)
 
 
 def test_bad_lines_are_left_out(tmp_path: Path, corpus: Corpus) -> None:

@@ -13,11 +13,12 @@ numbers. Only one process at a time trains a run; it holds a lock that ends with
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import Tensor
 
 from moe_routing_bench.bench.commit import source_version
 from moe_routing_bench.bench.identity import package_version
@@ -127,10 +129,11 @@ def _branch(trunk: Path, home: Path, run: Run) -> None:
 
 
 def write_state(home: Path, state: State, events_bytes: int) -> None:
+    tensors = {name: value.detach().contiguous() for name, value in state.tensors.items()}
     about = {
         "step": str(state.step), "train_seconds": repr(state.train_seconds), "events": str(events_bytes),
+        "sha256": _digest(tensors),
     }  # fmt: skip
-    tensors = {name: value.detach().contiguous() for name, value in state.tensors.items()}
     write_whole(home / STATE, save(tensors, metadata=about), sync=True)
 
 
@@ -140,7 +143,17 @@ def read_state(home: Path) -> State | None:
         return None
     with safe_open(home / STATE, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
+    if _digest(tensors) != about.get("sha256"):
+        raise ValueError(f"{home / STATE} is damaged (its sha256 differs); delete it to begin anew")
     return State(step=int(about["step"]), train_seconds=float(about["train_seconds"]), tensors=tensors)
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def load_model(home: Path) -> Decoder:
