@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_routing_bench.bench import kit, measure
+from moe_routing_bench.bench import kit, measure, trial
 from moe_routing_bench.bench.floor import TOLERANCE, floor_seconds, raise_stored, too_fast
 from moe_routing_bench.bench.hosts import shared_worker
 from moe_routing_bench.bench.hosts.children import Child
+from moe_routing_bench.bench.hosts.host import Turn
 from moe_routing_bench.bench.hosts.messages import Described
 from moe_routing_bench.bench.hosts.shared import SharedHost, check_clocks
 from moe_routing_bench.bench.roofs import Roofs, measure_roofs, store_roofs, stored_roofs
@@ -103,6 +104,24 @@ def test_a_baseline_that_cannot_run_is_replaced_and_said():
     refused, other = outcome.implementations
     assert refused.status is Status.UNSUPPORTED and "padded layout" in refused.reason
     assert other.role == "baseline" and "padded_bmm" in outcome.notes[0]
+
+
+def test_a_trial_that_ended_early_is_not_held_against_the_next(monkeypatch):
+    """Its first result is not the next implementation's own earlier one."""
+    first_calls = trial._first_calls
+
+    def short_of_time(host, series, *more):
+        if series.implementation.name == "staged":
+            turn = Turn(series=series, first=10, step=1, keep=0, hot=False, name="first")
+            host.sample(turn)
+            host.judge(turn)
+            raise trial.OutOfTimeError("over")
+        return first_calls(host, series, *more)
+
+    monkeypatch.setattr(trial, "_first_calls", short_of_time)
+    outcome = run_cell(cell_of("layer", "eager_loop", "staged", "dense_all_experts"))
+    statuses = [one.status for one in outcome.implementations]
+    assert statuses == [Status.PASSED, Status.NO_TIME, Status.PASSED]
 
 
 def test_nothing_that_runs_is_an_outcome_too():

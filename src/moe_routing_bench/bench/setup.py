@@ -100,10 +100,10 @@ class Setup:
         """True if the parent itself can time code from outside here (hosts/isolated.py)."""
         return self.experiment.device == "cpu" and can_freeze_and_read()
 
-    @property
-    def compiles(self) -> bool:
+    def compiles(self, implementation: ImplementationRef) -> bool:
         """True if the first call and the kit compile kernels, which takes none of the time for measuring."""
-        return self.experiment.device != "cpu"
+        ours = implementation not in self.outside
+        return self.experiment.device != "cpu" or (ours and self.about(implementation).compiles)
 
     @property
     def limit(self) -> float:

@@ -71,7 +71,8 @@ def try_alone(shared: SharedHost, implementation: ImplementationRef) -> Trial:
             seen["calls"], seen["call_seconds"] = 1, shortest
         seen["peak_rss_bytes"], _ = host.memory_and_log()
         if not known:
-            with setup.budget.paused() if setup.budget.kit_apart or setup.compiles else nullcontext():
+            apart = setup.budget.kit_apart
+            with setup.budget.paused() if apart or setup.compiles(implementation) else nullcontext():
                 answer = host.kit(implementation)
             check_kit(answer)
             if source:
@@ -122,7 +123,7 @@ def _first_calls(
             seen["call_seconds"] = shortest
             raise OutOfTimeError(slow_reason(shortest, setup))
         turn = Turn(series=series, first=number, step=step, keep=0, hot=False, poison=poison, name=name)
-        with setup.budget.paused() if place == 0 and setup.compiles else nullcontext():
+        with setup.budget.paused() if place == 0 and setup.compiles(implementation) else nullcontext():
             seconds = host.sample(turn).seconds
         shortest = min(shortest, seconds)
         judged.append(host.judge(turn))

@@ -44,6 +44,7 @@ class Implementation:
     batch_invariant: bool = False  # a token's bits are the same in every batch
     invariant_with: Mapping[str, Any] = field(default_factory=dict)  # batch_invariant with these options
     reuses_output: bool = False  # the next call on the same thread overwrites the result
+    compiles: bool = False  # its first call with a size compiles, for seconds
     # the weights it computes with if the option store= is set; its results are judged by them
     stored: Callable[..., Any] | None = None
     # plain torch with the same roundings on the stored weights; None: the op's reference

@@ -19,7 +19,7 @@ def why_not(*tensors: Tensor) -> str | None:
         return "a fake tensor cannot be compiled for"
     if not all(tensor.is_cpu for tensor in tensors):
         return f"it is compiled for the CPU, not for {tensors[0].device}"
-    return cpp.why_not()
+    return cpp.why_not_compiled()
 
 
 def load() -> None:

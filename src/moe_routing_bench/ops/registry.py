@@ -16,9 +16,9 @@ Its own options are keywords after the op's arguments; `unsupported` takes the o
     freeze(weights)                                weights in the form it reads fastest, made once
 
 and a dataclass Knobs of options that change its time alone (ops/knobs.py), FORWARD_ONLY, CONFIGS, NEEDS,
-HOST_SYNC, SPREADS_NAN, DETERMINISTIC, BATCH_INVARIANT, REUSES_OUTPUT or TIES (DESIGN.md). `mrb list` shows
-the first line of its docstring. There is no fallback: an implementation that cannot run raises
-NotImplementedError with the reason.
+HOST_SYNC, SPREADS_NAN, DETERMINISTIC, BATCH_INVARIANT, REUSES_OUTPUT, COMPILES or TIES (DESIGN.md).
+`mrb list` shows the first line of its docstring. There is no fallback: an implementation that cannot run
+raises NotImplementedError with the reason.
 """
 
 from __future__ import annotations
@@ -55,7 +55,15 @@ NO_IMPLEMENTATIONS = {"op", "preferences"}  # files of an op's folder that are n
 ROUTED = frozenset({"score_TE", "logits_TE", "gate_TK", "routing", "plan", "traffic"})
 # functions and constants of a file that become fields of its Implementation
 HOOKS = ("run", "unsupported", "stored", "plain", "freeze", "freeze_stored")
-FLAGS = ("FORWARD_ONLY", "HOST_SYNC", "SPREADS_NAN", "DETERMINISTIC", "REUSES_OUTPUT", "READS_PLAIN")
+FLAGS = (
+    "FORWARD_ONLY",
+    "HOST_SYNC",
+    "SPREADS_NAN",
+    "DETERMINISTIC",
+    "REUSES_OUTPUT",
+    "READS_PLAIN",
+    "COMPILES",
+)
 _included: list[Path] = []
 
 

@@ -27,6 +27,7 @@ class Described(Reply):
     origin: Text = ""
     deterministic: bool = True
     reuses_output: bool = False
+    compiles: bool = False
     host_sync: Text = ""
     ties: Text = ""
 

@@ -123,6 +123,7 @@ class SharedHost:
     def describe(self, implementation: ImplementationRef) -> Described:
         """What it declares. From here on, threads and memory of the process are counted as its own."""
         self.child.begin_watch()
+        self._named = ""  # the trial before may have ended early
         return self.child.ask("describe", Described, place=self.place(implementation))
 
     def kit(self, implementation: ImplementationRef) -> KitRun:

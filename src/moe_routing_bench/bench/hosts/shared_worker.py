@@ -133,6 +133,7 @@ class _Worker:
             "origin": "; ".join(sorted({part.origin for part in parts})) or BUILT_IN,
             "deterministic": all(part.deterministic for part in parts),
             "reuses_output": any(part.reuses_output for part in parts[-1:]),
+            "compiles": self.span.compiles(implementation.name),
             "host_sync": "; ".join(part.host_sync for part in parts if part.host_sync),
             "ties": parts[0].ties if parts else "",
         }

@@ -71,6 +71,9 @@ class DecoderSpan(Span):
     def parts(self, spec: str) -> tuple[Implementation, ...]:
         return tuple(all_ops()[op].get(name) for op, name in self._given(spec))
 
+    def compiles(self, spec: str) -> bool:
+        return spec == "compiled"
+
     def named(self, spec: str) -> list[tuple[str, str]]:
         return [(op, base_name(name)) for op, name in self._given(spec)]
 

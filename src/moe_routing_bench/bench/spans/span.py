@@ -103,6 +103,9 @@ class Span:
         ops = all_ops()
         return tuple(ops[op].get(part) for op, part in zip(self.ops, self.split(name), strict=True))
 
+    def compiles(self, name: str) -> bool:
+        return any(part.compiles for part in self.parts(name))
+
     def named(self, name: str) -> list[tuple[str, str]]:
         """(op, name) of the implementation of each op; nothing is loaded."""
         names = [base_name(part) for part in self.split(name)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_routing_bench.ops import inductor
 from moe_routing_bench.ops.attention.op import Rotary, rotated
 
-FORWARD_ONLY = True
+FORWARD_ONLY = COMPILES = True
 MOST_PROGRAMS = 256  # torch.compile gives up after 8
 _compiled_for: set[tuple[object, ...]] = set()
 

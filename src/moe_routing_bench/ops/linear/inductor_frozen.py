@@ -12,7 +12,7 @@ from torch.nn import functional
 from moe_routing_bench.ops import inductor
 from moe_routing_bench.ops.linear.op import PackedMatrix, why_not_packed
 
-FORWARD_ONLY = True
+FORWARD_ONLY = COMPILES = True
 
 
 @dataclass(frozen=True, kw_only=True)

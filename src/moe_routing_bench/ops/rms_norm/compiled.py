@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import cache
 
@@ -11,19 +10,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_routing_bench.core import cpp
+from moe_routing_bench.ops import inductor
 from moe_routing_bench.ops.rms_norm.op import reference
 
-FORWARD_ONLY = True
+FORWARD_ONLY = COMPILES = True
 
 
 @cache
 def _compiled() -> Callable[[Tensor, Tensor, float], Tensor]:
-    """One program for all sizes; made in this process, because workers may not start others."""
-    with warnings.catch_warnings():  # torch 2.13's compiler imports what torch 2.13 calls deprecated
-        warnings.simplefilter("ignore", DeprecationWarning)
-        import torch._inductor.compile_fx
-        import torch.utils.mkldnn
-    return torch.compile(reference, dynamic=True, fullgraph=True, options={"compile_threads": 1})
+    """One program for all sizes."""
+    inductor.load()
+    return torch.compile(reference, dynamic=True, fullgraph=True, options=inductor.OPTIONS)
 
 
 def unsupported(x_TD: Tensor, norm_D: Tensor, eps: float) -> str | None:
