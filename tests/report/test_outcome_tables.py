@@ -120,6 +120,16 @@ def test_what_was_not_timed_is_grouped_by_reason(capsys: pytest.CaptureFixture[s
     ]
 
 
+def test_what_only_had_its_trial_is_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    specs = ("staged", "eager_loop", "hf_batched_mm")
+    implementations = tuple(ImplementationRef(name=s) for s in specs)
+    made = an_outcome(0.01, 0.02, "NO_TIME", implementations=implementations)
+    slow = replace(made.outcomes[2], trial_ms="~1,400")
+    show_outcome(replace(made, outcomes=(*made.outcomes[:2], slow, *made.outcomes[3:])))
+    row = rows_of(capsys.readouterr().out, "implementation")[-1]
+    assert row[:2] == ["hf_batched_mm", "~1,400"] and row[-1] == "NO_TIME"
+
+
 def test_names_say_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
     show_outcome(an_outcome(0.01, 0.02, implementations=routed("softmax_topk", "switch")))
     text = capsys.readouterr().out

@@ -84,6 +84,7 @@ class ImplementationOutcome:
     first_call: float | None = None
     calls_per_sample: int = 1
     samples: tuple[float, ...] = ()
+    trial_ms: str = ""  # about what a call took in its trial, if there was no time for rounds
     stages: Mapping[str, float] = field(default_factory=dict)
     clock: str = ""  # on a device: graph, events or profiler
     launch_seconds: float | None = None  # on a device: of the host, for a call; the median

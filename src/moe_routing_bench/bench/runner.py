@@ -185,14 +185,20 @@ def _try_all(shared: SharedHost, floors: Floors, on_progress: OnProgress) -> Non
             trials[implementation] = _no_time(implementation, reason)
             continue
         if setup.too_slow(least := shared.reuse.at_least(implementation, setup.experiment)):
-            trials[implementation] = _no_time(
-                implementation, f"with fewer tokens, {slow_reason(least, setup)}"
-            )
+            late = _no_time(implementation, f"with fewer tokens, {slow_reason(least, setup)}")
+            trials[implementation] = replace(late, at_least=least)
             continue
         trials[implementation] = trial = try_alone(shared, implementation)
         if trial.passed:
             setup.best_seconds = min(setup.best_seconds, trial.call_seconds)
     _hold_to_the_floor(setup, {s: t.call_seconds for s, t in trials.items() if t.passed}, floors)
+
+
+def _in_trial(trial: Trial) -> str:
+    """The milliseconds of a call that had no rounds, as words: ~1,400, or >1,400 with fewer tokens."""
+    if not (seconds := trial.call_seconds or trial.at_least):
+        return ""
+    return f"{'~' if trial.call_seconds else '>'}{1e3 * seconds:,.{0 if seconds > 0.1 else 1}f}"
 
 
 def _no_time(implementation: ImplementationRef, reason: str) -> Trial:
@@ -329,6 +335,8 @@ def _outcomes(
             "peak_rss_bytes": trial.peak_rss_bytes,
             "log_tail": trial.log_tail,
         }
+        if trial.status is Status.NO_TIME:
+            about["trial_ms"] = _in_trial(trial)
         if trial.passed and measured is not None:
             series = measured.of(implementation)
             seen = measured.samples[series]

@@ -40,6 +40,7 @@ class Trial:
     runs: str = ""  # what really ran, in words
     calls: int = 1  # enough to make a sample long enough for the clock
     call_seconds: float = 0.0  # roughly, the best of a few samples
+    at_least: float = 0.0  # instead of these: what a call took with fewer tokens
     peak_rss_bytes: int | None = None
     log_tail: str = ""
 
