@@ -1,5 +1,5 @@
-"""grouped_gemm.quack_varlen and expert_ffn.quack_gated: the kit through QuACK's references, and the calls
-that a GPU would get, held to QuACK's signatures and rules."""
+"""grouped_gemm.quack_varlen, expert_ffn.quack_gated and rms_norm.quack_rows: the kit through QuACK's
+references, and the calls that a GPU would get, held to QuACK's signatures and rules."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from moe_routing_bench.conformance.check import cells, check
 from moe_routing_bench.core.frozen import Frozen
 from moe_routing_bench.ops import quack_calls, targets
 from moe_routing_bench.ops.expert_ffn import quack_gated
+from moe_routing_bench.ops.rms_norm import quack_rows
 from tiny_layers import MAKE_PLAN, routing_of
 
 FFN, GEMM = all_ops()["expert_ffn"], all_ops()["grouped_gemm"]
@@ -224,3 +225,21 @@ def test_a_plain_product_asks_what_quack_takes(monkeypatch: pytest.MonkeyPatch) 
     y_RF = VARLEN.run(x_RD, w_EDF, plan, None)
     torch.autograd.grad(y_RF, (x_RD, w_EDF), torch.ones_like(y_RF))
     assert kernels.calls == ["gemm", "gemm", "gemm"]
+
+
+def test_rms_norm_asks_what_quack_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = inspect.signature(quack_calls.rmsnorm), []
+
+    def kernel(*args: Any, **named: Any) -> Tensor:
+        given = real.bind(*args, **named).arguments
+        x, weight = given["x"], given["weight"]
+        assert x.stride(-1) == weight.stride(0) == 1 and x.data_ptr() % 16 == 0
+        asked.append(given["eps"])
+        return quack_calls.rmsnorm_ref(x, weight, eps=given["eps"])
+
+    monkeypatch.setattr(quack_calls, "rmsnorm", kernel)
+    monkeypatch.setattr(quack_calls, "ON_CPU", False)
+    x_TD, norm_D = torch.randn(T, 2 * D)[:, ::2], torch.randn(2 * D)[::2]
+    y_TD = quack_rows.run(x_TD, norm_D, 0.5)
+    assert asked == [0.5]
+    assert torch.allclose(y_TD, all_ops()["rms_norm"].reference(x_TD, norm_D, 0.5), atol=1e-5)

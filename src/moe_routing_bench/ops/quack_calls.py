@@ -1,4 +1,4 @@
-"""Calls QuACK's GEMMs for our operations: where they run, what they need, their references on a CPU.
+"""Calls QuACK's kernels for our operations: where they run, what they need, their references on a CPU.
 
 It needs quack-kernels (Apache-2.0), which needs nvidia-cutlass-dsl (NVIDIA's licence, which is not open).
 Only `ops/<op>/quack_*.py` import this file. No code of QuACK is copied; its published functions are called.
@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     from quack.epilogue.frontend import gemm_epilogue
     from quack.epilogue.ops import ColVecLoad
     from quack.gemm_config import GemmConfig
+    from quack.rmsnorm import rmsnorm, rmsnorm_ref
 
 from moe_routing_bench.core.plan import RoutingPlan  # noqa: E402
 from moe_routing_bench.ops.targets import assumed, target_of  # noqa: E402
@@ -37,26 +38,30 @@ ALIGNED = 8  # elements of 16 bits: TMA moves rows of 16 bytes
 
 
 def why_not(instead: str, rows: Tensor, *others: Tensor) -> str | None:
-    """Why QuACK cannot compute with these tensors here; None if it can. `instead` names what can."""
+    """Why QuACK cannot multiply these tensors here; None if it can. `instead` names what can."""
+    sm_80 = "QuACK 0.6.5 ends there with 'Gemm Sm80 is not implemented yet'"
+    if (reason := why_not_here(instead, rows, *others, sm_80=sm_80)) is not None:
+        return reason
+    if rows.dtype == torch.float32:
+        return f"QuACK multiplies float32 as TF32, which is not allowed here; {instead} does not"
+    return None if rows.dtype in DTYPES else f"it computes bfloat16 and float16, not {rows.dtype}"
+
+
+def why_not_here(instead: str, rows: Tensor, *others: Tensor, sm_80: str = "") -> str | None:
+    """Why QuACK's kernels do not run where these tensors are; None if they do."""
     if len({tensor.device for tensor in (rows, *others)}) > 1:
         return "its tensors must be on one device"
     if assumed() is not None or rows.device.type == "cuda":
         target = target_of(rows.device)
         if target.name not in TARGETS:
-            why = "QuACK 0.6.5 ends there with 'Gemm Sm80 is not implemented yet'"
-            why = why if target.name == "sm_80" else f"it was compiled only for {' and '.join(TARGETS)}"
+            why = sm_80 if target.name == "sm_80" else ""
+            why = why or f"we call QuACK only on {' and '.join(TARGETS)}"
             return f"not on {target.name}: {why}; {instead} runs there"
         if ON_CPU:
             return "with MRB_QUACK_ON_CPU=1 it needs CPU tensors"
     elif rows.device.type != "cpu" or not ON_CPU:
         return "it runs on a GPU; on a CPU QuACK's references run, to be tested, with MRB_QUACK_ON_CPU=1"
-    if rows.dtype == torch.float32:
-        return f"QuACK multiplies float32 as TF32, which is not allowed here; {instead} does not"
-    if rows.dtype not in DTYPES:
-        return f"it computes bfloat16 and float16, not {rows.dtype}"
-    if torch.compiler.is_compiling():
-        return "it was not tested with torch.compile"
-    return None
+    return "it was not tested with torch.compile" if torch.compiler.is_compiling() else None
 
 
 def why_not_matrix(w_EDF: Tensor, dtype: torch.dtype) -> str | None:
@@ -157,3 +162,7 @@ def gemm_dgated(
     g_RF = quack.gemm_ref(rows.float(), b.float(), cu_seqlens_m=spans_m)
     scaled_RF = h_RF * score_R.unsqueeze(1)
     return dpre_RG.to(a.dtype), scaled_RF.to(a.dtype), (h_RF * g_RF).sum(1)
+
+
+def rms_norm(x_TD: Tensor, norm_D: Tensor, eps: float) -> Tensor:
+    return (rmsnorm_ref if ON_CPU else rmsnorm)(x_TD, norm_D, eps=eps)
