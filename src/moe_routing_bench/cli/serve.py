@@ -71,7 +71,8 @@ def serve_command(
             raise ValueError("--tp, --ep and --batch are at least 1")
         asked = Served(
             model=published_model(model), gpus=gpus, fabric=read_fabric(fabric), phase=phase, context=context,
-            format=format, latency=latency_ms / 1e3, workload=workload, **only,
+            format=format, latency=latency_ms / 1e3, workload=workload, spare=only["spare"], tp=only["tp"],
+            ep=only["ep"], batch=only["batch"],
         )  # fmt: skip
         with spinner("counting") as doing:
             best, tried = serve(asked, lambda tp, ep: doing(f"TP {tp}, EP {ep}"))

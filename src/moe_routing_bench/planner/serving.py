@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 from moe_routing_bench.core.published import PublishedModel
@@ -84,10 +84,14 @@ RESTS = {
 }
 
 
+def rest_of(model: PublishedModel) -> Rest:
+    return RESTS.get(model.name, Rest())
+
+
 def attention_numbers(model: PublishedModel) -> int:
     """The weights of one layer's attention."""
     one, D = model.attention, model.D
-    if (latent := RESTS.get(model.name, Rest()).latent) is None:
+    if (latent := rest_of(model).latent) is None:
         return 2 * D * one.head_dim * (one.heads + one.kv_heads)
     query = latent.query * (D + one.heads * (one.head_dim + latent.rotated))
     keys_and_values = D * latent.rotated + latent.cache * (D + 2 * one.heads * one.head_dim)
@@ -97,7 +101,7 @@ def attention_numbers(model: PublishedModel) -> int:
 def other_weights(model: PublishedModel, bits: float, tp: int = 1) -> float:
     """Bytes of a rank besides the chosen experts: attention, dense layers and shared experts in these bits,
     both tables of the vocabulary in 16."""
-    rest = RESTS.get(model.name, Rest())
+    rest = rest_of(model)
     layers = attention_numbers(model) * (model.layers + rest.dense_layers)
     dense = 3 * model.D * (rest.dense_F * rest.dense_layers + model.shared_F * model.layers)
     return ((layers + dense) * bits / 8 + 2 * 2 * model.D * rest.vocab) / tp
@@ -124,7 +128,7 @@ class Served:
 
     @property
     def rest(self) -> Rest:
-        return RESTS.get(self.model.name, Rest())
+        return rest_of(self.model)
 
     @property
     def cache_numbers(self) -> int:
@@ -137,6 +141,7 @@ class Served:
         return (tokens + min(tokens, self.rest.window or tokens)) / 2
 
     def size(self, tp: int, ep: int) -> LayerSize:
+        """One rank's experts: whole ones, or their columns if ep is 1."""
         bits, columns = FORMATS[self.format], 1 if ep > 1 else tp
         return layer_size(self.model, weight_bits=bits.expert, send_bits=bits.send, columns=columns)
 
@@ -187,29 +192,41 @@ def serve(
     tps = asked.tp or [
         n for n in range(1, node + 1) if node % n == 0 and asked.model.attention.heads % n == 0
     ]
+    counted = cache(partial(_counted, asked))
     best_of = []
     for tp in tps:
         for ep in asked.ep or degrees_of(asked.gpus, asked.fabric.ranks_per_node):
             if (ep % tp and ep != 1) or asked.gpus % max(tp, ep):
                 continue
             on_group(tp, ep)
-            tried = list(_batches(asked, tp, ep))
+            tried = list(_batches(asked, tp, ep, counted))
             best_of.append(max(tried, key=lambda one: (one.allowed, one.rate if one.allowed else -one.batch)))
     allowed = [one for one in best_of if one.allowed]
     return max(allowed, key=lambda one: one.rate, default=None), best_of
 
 
-def _batches(asked: Served, tp: int, ep: int) -> Iterator[Deployment]:
+def _batches(
+    asked: Served, tp: int, ep: int, counted: Callable[[int, int, int], Option]
+) -> Iterator[Deployment]:
     """Larger and larger batches, until one does not fit or is too slow; that one is the last."""
-    layer = cache(lambda tokens: _layer(asked, tp, ep, tokens))
     for batch in asked.batch or BATCHES[asked.phase]:
-        halves = (False, True) if batch > 1 else (False,)
-        best = min(
-            (_deployment(asked, tp, ep, batch, layer, two) for two in halves), key=lambda one: one.step
-        )
+        parts = (1, 2) if batch > 1 else (1,)
+        layers = [(n, _layer(asked, tp, ep, batch // n, counted)) for n in parts]
+        best = min((_deployment(asked, tp, ep, batch, *one) for one in layers), key=lambda one: one.step)
         yield best
         if not best.allowed:
             return
+
+
+def _counted(asked: Served, tp: int, ep: int, tokens: int) -> Option:
+    """The fastest way to run the experts of a layer. Counts travel with the rows, as in DeepEP, so the part
+    `plan` does not count."""
+    question = Question(
+        size=asked.size(tp, ep), gpus=ep, tokens=tokens, fabric=asked.fabric, workload=asked.workload,
+        spare=asked.spare, steps=1,
+    )  # fmt: skip
+    options, _, _ = options_of(question, ep)
+    return min(options, key=lambda one: one.total - one.seconds["plan"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,19 +239,14 @@ class _Layer:
     option: Option
 
 
-def _layer(asked: Served, tp: int, ep: int, tokens: int) -> _Layer:
-    size, device = asked.size(tp, ep), asked.fabric.device
-    each = tokens if ep > 1 else tokens * tp  # with experts in columns a rank has the tokens of all tp ranks
-    question = Question(
-        size=size, gpus=ep, tokens=each, fabric=asked.fabric, workload=asked.workload, spare=asked.spare,
-        steps=1,
-    )  # fmt: skip
-    options, _, _ = options_of(question, ep)
-    # counts travel with the rows, as in DeepEP, so the part `plan` is two launches
-    option = min(options, key=lambda one: one.total - one.seconds["plan"])
-    parts, moving = option.seconds, option.seconds["send"] + option.seconds["return"]
-    experts = parts["route"] + parts["compute"] + 2e-6 * device.launch_us
-    sharing = 2 * _sum_over(tp, tokens * tp * size.D * 2, asked.fabric)
+def _layer(
+    asked: Served, tp: int, ep: int, tokens: int, counted: Callable[[int, int, int], Option]
+) -> _Layer:
+    # with experts in columns a rank has the tokens of all tp ranks
+    option = counted(1, ep, tokens) if ep > 1 else counted(tp, ep, tokens * tp)
+    moving = option.seconds["send"] + option.seconds["return"]
+    experts = option.seconds["route"] + option.seconds["compute"] + 2e-6 * asked.fabric.device.launch_us
+    sharing = 2 * _sum_over(tp, tokens * tp * asked.model.D * 2, asked.fabric)
     return _Layer(
         attention=_attention(asked, tp, tokens * tp),
         experts=experts if ep > 1 else experts + moving,
@@ -274,10 +286,7 @@ def _sum_over(tp: int, size: float, fabric: Fabric) -> float:
     return 1e-6 * fabric.inside.exchange_us + 2 * (tp - 1) / tp * size / (1e9 * fabric.inside.gb_per_second)
 
 
-def _deployment(
-    asked: Served, tp: int, ep: int, batch: int, layer: Callable[[int], _Layer], halves: bool
-) -> Deployment:
-    parts, one = 2 if halves else 1, layer(batch // 2 if halves else batch)
+def _deployment(asked: Served, tp: int, ep: int, batch: int, parts: int, one: _Layer) -> Deployment:
     model, rest, device, bits = asked.model, asked.rest, asked.fabric.device, FORMATS[asked.format]
     tokens, D = batch * tp, model.D
     last = tokens if asked.phase == "decode" else tokens / asked.context  # only these need the vocabulary
@@ -293,7 +302,7 @@ def _deployment(
         "sending": parts * one.sending * model.layers,
         "rest": float(other),
     }
-    shorter = min(seconds["attention"] + seconds["experts"], seconds["sending"]) if halves else 0.0
+    shorter = min(seconds["attention"] + seconds["experts"], seconds["sending"]) if parts > 1 else 0.0
     held = asked.seen(asked.context) if asked.phase == "decode" else 1  # in the cache, for a token of a step
     memory = {
         "experts": one.option.places * asked.size(tp, ep).expert_bytes * model.layers,
@@ -306,7 +315,7 @@ def _deployment(
     total, hidden = sum(seconds.values()), asked.hidden * shorter
     low, high = (batch / (total - share * shorter) for share in HIDDEN_RANGE)
     return Deployment(
-        tp=tp, ep=ep, replicas=asked.gpus // max(tp, ep), batch=batch, halves=halves,
+        tp=tp, ep=ep, replicas=asked.gpus // max(tp, ep), batch=batch, halves=parts > 1,
         way=f"{one.option.way}, {one.option.transport}, {one.option.layout}", seconds=seconds, hidden=hidden,
         memory=memory, between=(low, high), fits=sum(memory.values()) <= 1e9 * device.memory_gb,
         in_time=total - hidden <= asked.latency,

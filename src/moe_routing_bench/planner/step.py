@@ -116,9 +116,8 @@ def step_time(
     pack = _work(device, bytes_W=(T_W + leave_W) * size.D * size.send_bytes, launches=1)
     unpack = _work(device, bytes_W=(T_W + leave_W) * size.D * size.return_bytes, launches=1)
     compute = float(expert_seconds(size, device, slot_rows.sum(1), (slot_rows > 0).sum(1), T_W).max())
-    joined = max if fabric.hops_overlap else sum
-    send = pack + joined(hop.seconds for hop in there) + _beside(transport, ways, size, fabric)
-    parts = (route, plan, send, compute, unpack + joined(hop.seconds for hop in back))
+    send = pack + _hops(there, fabric) + _beside(transport, ways, size, fabric)
+    parts = (route, plan, send, compute, unpack + _hops(back, fabric))
     seconds = dict(zip(PARTS, parts, strict=True))
     rows, far = sum(way.rows for way in ways), sum(way.far_rows for way in ways)
     hidden = size.F * (2 if size.gated else 1)
@@ -174,6 +173,11 @@ def _beside(transport: str, ways: list[Ports], size: LayerSize, fabric: Fabric) 
     if transport == "hierarchical":
         seconds += sum(exchange(way, 0, fabric).seconds + fabric.device.host_wait_us * 1e-6 for way in ways)
     return seconds
+
+
+def _hops(exchanges: list[Exchange], fabric: Fabric) -> float:
+    seconds = [hop.seconds for hop in exchanges]
+    return max(seconds) if fabric.hops_overlap else sum(seconds)
 
 
 def _limit(exchanges: list[Exchange]) -> str:
