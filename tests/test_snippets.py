@@ -66,6 +66,7 @@ NOT_RUN = {
 NIGHTLY = {
     r"mrb (bench|check|train) ": "starts workers or trains: 4 s to a minute each",
     r"mrb sweep .*--dry-run|mrb parallel plan": "3 s each, and tests/parallel, test_sweep.py run their like",
+    r"mrb parallel serve": "a search over hundreds of deployments; test_serving.py asks smaller questions",
     r".*--picture|mrb results report routers": "draws for seconds; other tests draw less",
     r"mrb parallel (place|cache) ": "a search over 128 experts: seconds to a minute",
     r"mrb explain .*--arch": "4 s of imports; test_targets.py asks the same",

@@ -10,7 +10,7 @@ import pytest
 
 from command_line import mrb, mrb_json, refused
 from moe_routing_bench.planner.fabric import Fabric, read_fabric
-from moe_routing_bench.planner.plans import Question, answer, degrees_of
+from moe_routing_bench.planner.plans import Question, _drawn, answer, degrees_of, options_of
 from moe_routing_bench.planner.step import PARTS, LayerSize
 
 H100 = read_fabric("h100-400g")
@@ -84,8 +84,29 @@ def test_the_command(tmp_path: Path) -> None:
     assert found["best"]["total"] == pytest.approx(sum(found["best"]["seconds"][part] for part in PARTS))
     assert {one["degree"] for one in found["options"]} == {1, 2, 4, 8, 16}
     assert found["question"]["layers"] == 16 and found["assumptions"]
-    assert "No plan fits" in mrb(*words, "--memory-share", "0.0001").stdout
+    assert (
+        "No plan fits" in mrb("parallel", "plan", "--model", "deepseek-v3", "--gpus", 2, "--tokens", 8).stdout
+    )
     assert "gb200-nvl72" in mrb("parallel", "fabrics").stdout
+
+
+def test_tokens_choose_experts_of_few_groups() -> None:
+    """DeepSeek's limit: four of eight groups, two of which are on a node."""
+    size = LayerSize(D=64, F=64, E=64, K=8, groups=8, keep_groups=4)
+    asked = Question(size=size, gpus=32, tokens=256, fabric=H100, steps=1)
+    expert_TK = _drawn(asked, 32, 0).routing.expert_TK
+    assert (expert_TK >= 0).float().mean() > 0.999
+    for chosen in expert_TK[:50].tolist():
+        kept = [expert for expert in chosen if expert >= 0]
+        assert len(set(kept)) == len(kept) and len({expert // 8 for expert in kept}) <= 4
+    load_E = expert_TK[expert_TK >= 0].bincount(minlength=64)
+    assert load_E.max() < 1.3 * load_E.double().mean(), "no group is preferred"
+    limited, free = (
+        min(one.between for one in options_of(each, 32)[0] if one.transport == "hierarchical")
+        for each in (asked, replace(asked, size=replace(size, groups=0)))
+    )
+    # 4 of 8 groups are on 4 (1 - C(6,4) / C(8,4)) = 3.14 of 4 nodes; 8 of 64 experts on 3.66
+    assert limited / free == pytest.approx(3.143 / 3.663, rel=0.02)
 
 
 def test_mistakes(tmp_path: Path) -> None:

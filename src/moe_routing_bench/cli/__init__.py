@@ -115,12 +115,14 @@ GROUPS = {
         "Plan experts on many GPUs: what would a step cost?",
         {
             "plan": Place("parallel", "Estimate the cost of a step for a model on N GPUs."),
-            "fabrics": Place("parallel", "List the networks of GPUs that `plan` knows."),
+            "serve": Place("serve", "Find the deployment of a model with most tokens per second."),
+            "fabrics": Place("parallel", "List the networks of GPUs that `plan` and `serve` know."),
             "place": Place("parallel", "Say whether another placement of experts would save time."),
             "cache": Place("parallel", "Say which experts to keep in memory if not all fit."),
         },
         """
   mrb parallel plan --model deepseek-v3 --gpus 64 --weight-bits 8 --send-bits 8
+  mrb parallel serve --model gpt-oss-120b --gpus 1 --format mxfp4
   mrb parallel place t.safetensors --ranks 8 --replicas 0,8,16
   mrb parallel cache t.safetensors --slots 32
 """,

@@ -16,7 +16,6 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from moe_routing_bench.cli.options import Json, pick_all, show_json, user_mistakes
-from moe_routing_bench.core.experts import GATED
 from moe_routing_bench.core.names import option_numbers
 from moe_routing_bench.core.published import model as published_model
 from moe_routing_bench.core.text import printable
@@ -24,7 +23,8 @@ from moe_routing_bench.planner.caches import POLICIES, Cached, study_caches
 from moe_routing_bench.planner.fabric import Fabric, read_fabric, shipped
 from moe_routing_bench.planner.placements import PAYS, PlacementStudy, Tried, study_placements
 from moe_routing_bench.planner.plans import CLOSE, MAX_TOKENS, Option, ParallelPlan, Question, answer
-from moe_routing_bench.planner.step import PARTS, LayerSize
+from moe_routing_bench.planner.serving import FRAGMENTED, WORKSPACE, other_weights
+from moe_routing_bench.planner.step import PARTS, LayerSize, layer_size
 from moe_routing_bench.report.console import fitted, heading, show, spinner, two_columns
 from moe_routing_bench.report.parallel_pictures import draw_plan
 from moe_routing_bench.report.pictures import check_picture_path
@@ -63,7 +63,7 @@ def place_command(
         for name, value in (("--ranks", ranks), ("--windows", windows), ("--tokens", tokens)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        size, links = None if model is None else layer_size(model, bits), read_fabric(fabric)
+        size, links = None if model is None else _size(model, bits), read_fabric(fabric)
         study = study_placements(
             read_trace(file), ranks=ranks, replicas=extra, windows=windows, step_tokens=tokens,
             ranks_per_node=ranks_per_node, size=size, fabric=links,
@@ -166,7 +166,7 @@ def cache_command(
     with user_mistakes():
         if tokens < 1 or not 0 < gb_per_second < 1e6:
             raise ValueError("--tokens and --gb-per-second must be positive")
-        expert = None if model is None else layer_size(model, bits).expert_bytes
+        expert = None if model is None else _size(model, bits).expert_bytes
         cached, layers, used = study_caches(read_trace(file), slots=slots, policies=names, most_tokens=tokens)
     per_token = [one.loads / (layers * used) for one in cached]
     if as_json:
@@ -194,16 +194,8 @@ def _cached(
     return fitted({"policy": [one.policy for one in cached]}, numbers, style="bold")
 
 
-def layer_size(name: str, bits: float, send_bits: float = 16, return_bits: float = 16) -> LayerSize:
-    """The sizes of a published model's layer, with these bits per number."""
-    for what, given in (("weight", bits), ("send", send_bits), ("return", return_bits)):
-        if not 1 <= given <= 64:
-            raise ValueError(f"--{what}-bits is {given:g}; it must be from 1 to 64")
-    one = published_model(name)
-    return LayerSize(
-        D=one.D, F=one.F, E=one.E, K=one.K, shared_F=one.shared_F, gated=one.activation in GATED,
-        weight_bytes=bits / 8, send_bytes=send_bits / 8, return_bytes=return_bits / 8,
-    )  # fmt: skip
+def _size(name: str, bits: float) -> LayerSize:
+    return layer_size(published_model(name), weight_bits=bits)
 
 
 SHOWN = 8  # plans with the same degree
@@ -231,7 +223,6 @@ def plan_command(
     weight_bits: Annotated[float, typer.Option(help="Bits per weight.")] = 16,
     send_bits: Annotated[float, typer.Option(help="Bits per number sent to an expert.")] = 16,
     return_bits: Annotated[float, typer.Option(help="Bits per number sent back.")] = 16,
-    memory_share: Annotated[float, typer.Option(help="Share of a GPU's memory for experts and rows.")] = 0.6,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="A picture: .svg, .png or .pdf.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -253,14 +244,15 @@ def plan_command(
         check_name(workload)
         if not 1 <= tokens <= MAX_TOKENS:
             raise ValueError(f"--tokens is {tokens}; it must be from 1 to {MAX_TOKENS:,}")
-        if not 0 <= drop < 1 or not 0 < memory_share <= 1 or layers < 0:
-            raise ValueError("--drop is 0 to 1, --memory-share above 0 and at most 1, --layers at least 0")
+        if not 0 <= drop < 1 or layers < 0:
+            raise ValueError("--drop is 0 to 1, --layers at least 0")
         places = read_fabric(fabric)
-        size = layer_size(model, weight_bits, send_bits, return_bits)
+        size = layer_size(one, weight_bits=weight_bits, send_bits=send_bits, return_bits=return_bits)
+        besides = other_weights(one, weight_bits if weight_bits >= 8 else 16) + WORKSPACE
         question = Question(
             size=size, gpus=gpus, tokens=tokens, fabric=places, workload=workload,
             layers=layers or one.layers, spare=tuple(option_numbers("spare", spare, "0,1,2")),
-            drop=drop, memory=memory_share * places.device.memory_gb * 1e9,
+            drop=drop, memory=(1 - FRAGMENTED) * places.device.memory_gb * 1e9 - besides,
         )  # fmt: skip
         with spinner("counting") as doing:
             reply = answer(question, lambda degree: doing(f"groups of {degree} ranks"))
@@ -312,7 +304,7 @@ def _advice(question: Question, reply: ParallelPlan) -> str:
         least = min(reply.options, key=lambda one: one.memory)
         return (
             f"No plan fits into {room:.0f} GB per GPU: the smallest needs {least.memory / 1e9:.1f} GB with "
-            f"degree {least.degree}. Use more GPUs, fewer bits or a larger --memory-share."
+            f"degree {least.degree}. Use more GPUs or fewer bits."
         )
     groups = question.gpus // best.degree
     if best.degree == 1:
@@ -347,19 +339,22 @@ def assumptions(question: Question, reply: ParallelPlan) -> list[str]:
         f"a launch, {device.host_wait_us:g} us until the host knows a number (compact alone)",
         *fabric.sources,
         f"bits: {8 * size.weight_bytes:g} of a weight, {8 * size.send_bytes:g} sent, "
-        f"{8 * size.return_bytes:g} returned; the rate of arithmetic is the same for all",
-        "parts run one after another, and each ends with its slowest rank; nothing overlaps, and a "
-        "hierarchical exchange starts to pass rows on when all have arrived",
-        f"memory: experts of {question.layers} layers and rows of one layer, without attention, cache and "
-        f"optimiser. ! is more than the {question.memory / 1e9:.0f} GB that --memory-share leaves",
+        f"{8 * size.return_bytes:g} returned; arithmetic in {size.math_bits} bits, at "
+        f"{device.tflops_8bit or device.tflops:g} TFLOP/s if 8",
+        "parts run one after another, and each ends with its slowest rank; nothing overlaps"
+        + (", but a hierarchical exchange passes rows on while others arrive" if fabric.hops_overlap else ""),
+        f"memory: experts of {question.layers} layers and rows of one layer; the cache gets what they leave. "
+        f"! is more than {question.memory / 1e9:.1f} GB: {device.memory_gb:g} GB without "
+        f"{100 * FRAGMENTED:g} % for fragmentation, {WORKSPACE / 1e9:g} GB of workspace and other weights",
         f"forward only, one layer; a capacity drops at most {100 * question.drop:g} % of pairs; plans "
         f"within {100 * CLOSE:g} % of the fastest count as equal, and the simplest is chosen",
         f"groups are equal and do not slow each other down; steps counted pair by pair: {once}",
         "placements are made from the step before; each rank has the same number of tokens unless the "
-        "workload says otherwise; limits on groups of experts hold only if the routing has them",
+        "workload says otherwise; a token chooses experts of at most "
+        f"{size.keep_groups or 'all'} groups of them",
     ]
     if reply.reused:
-        lines.append(f"{MAX_TOKENS:,} tokens were drawn for a group and used again for more ranks")
+        lines.append(f"at most {MAX_TOKENS:,} tokens were drawn for a group and used again for more ranks")
     return [*lines, *reply.left_out]
 
 

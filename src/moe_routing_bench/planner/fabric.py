@@ -49,9 +49,11 @@ class SharedLink(_Stated):
 
 
 class Device(_Stated):
-    """One rank. Rates are those reached in practice, not those of a data sheet."""
+    """One rank. Rates are those reached in practice, not those of a data sheet. tflops_8bit: None if 8-bit
+    arithmetic is not faster."""
 
     tflops: float = Field(gt=0, le=1e6)
+    tflops_8bit: float | None = Field(default=None, gt=0, le=1e6)
     memory_gb_per_second: float = Field(gt=0, le=1e6)
     memory_gb: float = Field(gt=0, le=1e6)
     launch_us: float = Field(ge=0, le=1e6)  # of one kernel or operation
@@ -65,6 +67,7 @@ class Fabric(_Stated):
     switch: `nodes` nodes share gb_per_second to all others, if the network above them is slower.
     waits: the part of the smaller direction that waits for the other, 0 if both run at the same time. With
     Gloo over TCP it was measured near 1; the reason is not known.
+    hops_overlap: a hierarchical exchange passes rows on while others still arrive, as DeepEP does.
     """
 
     title: Sentence
@@ -74,6 +77,7 @@ class Fabric(_Stated):
     node: SharedLink | None = None
     switch: SharedLink | None = None
     waits: float = Field(default=0.0, ge=0, le=1)
+    hops_overlap: bool = False
     device: Device
     sources: list[Sentence] = Field(min_length=1, max_length=20)  # where the numbers come from
 

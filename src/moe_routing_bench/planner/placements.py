@@ -144,7 +144,8 @@ def _try(
     costs: tuple[LayerSize, Fabric] | None,
 ) -> Tried:  # fmt: skip
     same, following, moved, places = [], [], [], 0
-    step_seconds, move_seconds = [], []
+    step_seconds: list[float] = []
+    move_seconds: list[float] = []
     for window_NSE in window_LNSE:
         before: Placement | None = None
         for now, then in pairwise(window_NSE):
@@ -158,7 +159,7 @@ def _try(
             if costs is not None:
                 size, fabric = costs
                 rows_S = placement.tables().load_SW(then).amax(1).numpy()
-                step_seconds += expert_seconds(size, fabric.device, rows_S, placement.places).tolist()
+                step_seconds.extend(expert_seconds(size, fabric.device, rows_S, placement.places).tolist())
                 sums = ports(moves(before, placement), fabric)
                 move_seconds.append(exchange(sums, size.expert_bytes, fabric).seconds)
             before, places = placement, placement.places

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from moe_routing_bench.core.placement import Placement
 from moe_routing_bench.core.plan import Layout
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.parallel.placing import contiguous, greedy, replicated
 from moe_routing_bench.planner.fabric import Fabric, Rows
 from moe_routing_bench.planner.flow import TRANSPORTS, Flow, count_flow
 from moe_routing_bench.planner.step import PARTS, LayerSize, StepTime, step_time
-from moe_routing_bench.workloads.workload import Workload, make_workload
+from moe_routing_bench.workloads.workload import Workload, file_of, make_workload
 
 MAX_GPUS = 65_536
 MAX_TOKENS = 1 << 20  # drawn for a group; more ranks use the same tokens again
@@ -37,7 +40,7 @@ class Question:
     """The question: 64 GPUs and this layer; each GPU has 4096 tokens per step, routed as in `workload`.
 
     drop: the share of pairs that the padded layout may drop. memory: bytes of a GPU for experts and rows.
-    spare: places for copies on each rank, in addition to those that all experts need.
+    spare: places for copies on each rank, in addition to those that all experts need. steps: at most counted.
     """
 
     size: LayerSize
@@ -49,6 +52,7 @@ class Question:
     spare: tuple[int, ...] = (1,)
     drop: float = 0.001
     memory: float = math.inf
+    steps: int = MAX_STEPS
     seed: int = 0
 
 
@@ -73,6 +77,7 @@ class Option:
     sent: float
     between: float
     memory: float
+    buffers: float  # of memory, for rows
     busiest: float
     dropped: float
     fits: bool
@@ -124,19 +129,13 @@ def answer(question: Question, on_degree: Callable[[int], None] = lambda degree:
     reused = False
     for degree in degrees_of(question.gpus, question.fabric.ranks_per_node):
         on_degree(degree)
-        each = degree * max(question.tokens, degree)  # the cost of counting, without K
-        counted = max(1, min(MAX_STEPS, STEP_TOKENS // max(1, each)))
         try:
-            before, *after = (_drawn(question, degree, step) for step in range(counted + 1))
+            found, steps[degree], again = options_of(question, degree)
         except ValueError as error:
             left_out.append(f"degree {degree}: {error}")
             continue
-        reused |= before.T < degree * question.tokens
-        steps[degree] = counted
-        load_E = np.bincount(before.routing.expert_TK[:LOOKED_AT].ravel(), minlength=question.size.E)
-        for way, placement in _placements(question, degree, load_E.tolist()):
-            flows = [count_flow(partial(_of_rank, w, question.tokens, degree), placement) for w in after]
-            options += _options(question, way, flows)
+        options += found
+        reused |= again
     fitting = [option for option in options if option.fits]
     return ParallelPlan(
         options=tuple(options), best=_best(fitting) if fitting else None, steps=steps, reused=reused,
@@ -144,13 +143,50 @@ def answer(question: Question, on_degree: Callable[[int], None] = lambda degree:
     )  # fmt: skip
 
 
+def options_of(question: Question, degree: int) -> tuple[list[Option], int, bool]:
+    """All options of one degree, the number of steps counted, and whether ranks used tokens again."""
+    each = degree * max(question.tokens, degree)  # the cost of counting, without K
+    counted = max(1, min(question.steps, STEP_TOKENS // max(1, each)))
+    before, *after = (_drawn(question, degree, step) for step in range(counted + 1))
+    looked = before.routing.expert_TK[:LOOKED_AT].ravel()
+    load_E = np.bincount(looked[looked >= 0], minlength=question.size.E)
+    options: list[Option] = []
+    for way, placement in _placements(question, degree, load_E.tolist()):
+        flows = [count_flow(partial(_of_rank, w, question.tokens, degree), placement) for w in after]
+        options += _options(question, way, flows)
+    return options, counted, before.T < degree * question.tokens
+
+
 def _drawn(question: Question, degree: int, step: int) -> Workload:
     size = question.size
-    tokens = min(degree * question.tokens, max(MAX_TOKENS, question.tokens))
-    return make_workload(
-        question.workload, T=tokens, E=size.E, K=size.K, W=degree if size.E % degree == 0 else 1,
-        seed=question.seed, step=step,
+    # a recorded routing has its limits already
+    candidates = 4 if size.groups and file_of(question.workload) is None else 1
+    tokens = min(degree * question.tokens, max(MAX_TOKENS // candidates, question.tokens))
+    drawn = make_workload(
+        question.workload, T=tokens, E=size.E, K=min(size.E, candidates * size.K),
+        W=degree if size.E % degree == 0 else 1, seed=question.seed, step=step,
     )  # fmt: skip
+    if candidates == 1:
+        return drawn
+    expert_TK = _in_groups(drawn.routing.expert_TK, size)
+    routing = Routing(
+        expert_TK=expert_TK, gate_TK=drawn.routing.gate_TK[:, : size.K], num_experts=size.E, ragged=True
+    )
+    return replace(drawn, K=size.K, routing=routing)
+
+
+def _in_groups(expert_TC: Tensor, size: LayerSize) -> Tensor:
+    """The first K of each token's candidates that are in its first `keep_groups` groups; -1 if they are too
+    few, which is rare with 4 K candidates. No expert can have more than E / 4 K times the mean load."""
+    T, C = expert_TC.shape
+    group_TC = expert_TC // (size.E // size.groups)
+    first_TG = torch.full((T, size.groups), C)
+    place_TC = torch.arange(C).expand(T, C)
+    first_TG.scatter_reduce_(1, group_TC, place_TC, "amin")
+    last_T1 = first_TG.kthvalue(size.keep_groups, dim=1, keepdim=True).values  # of the groups that are kept
+    allowed_TC = first_TG.gather(1, group_TC) <= last_T1
+    order_TC = (place_TC + C * ~allowed_TC).argsort(1)[:, : size.K]
+    return torch.where(allowed_TC.gather(1, order_TC), expert_TC.gather(1, order_TC), -1)
 
 
 def _of_rank(drawn: Workload, tokens: int, degree: int, rank: int) -> Rows:
@@ -175,7 +211,12 @@ def _placements(question: Question, degree: int, load: Sequence[float]) -> Itera
         if degree > E and spare:
             continue  # every rank already has a copy
         if 0 < copies <= E * (degree - 1):
-            yield "replicated", replicated(load, ranks=degree, extra=copies, ranks_per_node=per_node)
+            nodes = degree // per_node
+            groups = 0 if question.size.groups % nodes or copies % nodes else question.size.groups
+            yield (
+                "replicated",
+                replicated(load, ranks=degree, extra=copies, ranks_per_node=per_node, groups=groups),
+            )
     if degree > E:
         yield "replicated", replicated(load, ranks=degree, extra=degree - E, ranks_per_node=per_node)
 
@@ -210,7 +251,8 @@ def _option(
     placement = flows[0].placement
     size, W = question.size, placement.num_ranks
     weights = placement.places * size.expert_bytes + size.shared_numbers * size.weight_bytes
-    memory = question.layers * weights + max(time.buffers for time in times)
+    buffers = max(time.buffers for time in times)
+    memory = question.layers * weights + buffers
     loads = [flow.rows_WW.sum(0) for flow in flows]
     return Option(
         degree=W, copies=sum(map(len, placement.experts_W)) - size.E, places=placement.places, way=way,
@@ -219,7 +261,8 @@ def _option(
         limits=times[0].limits,
         sent=fmean(time.sent + time.returned for time in times),
         between=fmean(time.between for time in times),
-        memory=memory, busiest=fmean(float(load.max() / max(load.mean(), 1e-12)) for load in loads),
+        memory=memory, buffers=buffers,
+        busiest=fmean(float(load.max() / max(load.mean(), 1e-12)) for load in loads),
         dropped=dropped, fits=memory <= question.memory,
     )  # fmt: skip
 
