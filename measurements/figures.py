@@ -25,7 +25,8 @@ from typing import Annotated, Any
 
 import marked
 import typer
-from sweeps import RECORDS, THREADS, TOPICS, Topic, unpack
+from scipy.stats import spearmanr
+from sweeps import RECORDS, TOPICS, Topic, unpack
 
 from moe_routing_bench.core.names import slots_of
 from moe_routing_bench.results.query import run_query
@@ -40,19 +41,23 @@ MAX_SHARE_OF_ROOF = 1.05  # a time that is shorter than the roof allows, but for
 MIN_ROUNDS = 8
 REGRET = "regret"  # its cells are compared with one another, not with a baseline of ours
 STORES = ("int8", "int4_g128")
+SEED = "seed-"  # topics of the layers around the experts, and of uneven load
 BUSY = 3.0  # load before a cell, when the cell before it had two threads
-# the newest record of each implementation in each cell; a baseline's own ratio is 1
+# the newest record of each implementation in each cell, around the experts beside each baseline; a baseline's
+# own ratio is 1
 ROWS = """
 SELECT suite, "case", dtype, store, error, workload, direction, impl, layout, router, baseline, verdict,
   T, D, E, K, sequences, rounds,
   coalesce(ratio, 1) AS ratio, coalesce(ratio_low, 1) AS low, coalesce(ratio_high, 1) AS high, median_ms,
   -- older records counted hot caches as memory, so their shares are too large
   CASE WHEN roof_ms IS NOT NULL OR cache <> 'hot' THEN share_of_roof END AS share_of_roof,
-  bw_2pass, bw_strict, dropped_pairs, padded_rows, max_over_mean, stage_seconds, role,
+  bw_2pass, bw_strict, bytes_per_second, flops_per_second, dropped_pairs, padded_rows, max_over_mean, cv,
+  stage_seconds, role,
   load_before, machine, source_commit, source_dirty, threads, created_at
 FROM records WHERE status = 'PASSED' AND role IN ('baseline', 'candidate')
 QUALIFY row_number() OVER (
-  PARTITION BY span, "case", dtype, workload, direction, impl, layout, router, threads
+  PARTITION BY span, "case", dtype, workload, direction, impl, layout, router, threads,
+    CASE WHEN span IN ('attention', 'linear', 'rms_norm', 'decoder') THEN coalesce(baseline, impl) END
   ORDER BY created_at DESC, record_id DESC) = 1
 ORDER BY dtype, "case", workload, ratio, impl, layout, router, direction, threads
 """
@@ -207,7 +212,9 @@ def source(all_records: Mapping[str, Records]) -> str:
 
 
 def _other_sweep(topic: Topic, row: Row) -> bool:
-    return row["suite"] != topic.suite or row["threads"] != THREADS
+    if topic.by_case:
+        return row["suite"].partition("/")[0] not in topic.suites
+    return row["suite"] not in topic.suites or row["threads"] != topic.threads
 
 
 def _each(rows: Sequence[Row], name: str, letters: int = 100) -> str:
@@ -281,8 +288,8 @@ def default_times(all_records: Mapping[str, Records]) -> dict[str, dict[int, tup
 def roof_shares(all_records: Mapping[str, Records]) -> dict[tuple[str, str], dict[int, list[Row]]]:
     """(model, weights) -> T -> the rows that know their share of the roof, the fastest first."""
     found: dict[tuple[str, str], dict[int, list[Row]]] = {}
-    for records in all_records.values():
-        for row in records.rows:
+    for topic, records in all_records.items():
+        for row in records.rows if not topic.startswith(SEED) else ():
             if row["share_of_roof"] is not None and row["direction"] == "forward" and not row["router"]:
                 model = row["case"].partition("/")[0]
                 kind = model if model != "own" else f"{row['E']} experts", row["store"] or row["dtype"]
@@ -318,6 +325,10 @@ def document(all_records: Mapping[str, Records]) -> str:
         *_soft_section(all_records),
         *_stored_section(all_records),
         *_peers_section(all_records),
+        *_attention_section(all_records),
+        *_dense_section(all_records),
+        *_linear_section(all_records),
+        *_balance_section(all_records),
         "",
         "## Machines, commits and results without a time",
         "",
@@ -405,7 +416,7 @@ def _roof_section(all_records: Mapping[str, Records]) -> list[str]:
             ],
         ),
         *(topic for topic, records in all_records.items()
-          if any(row["share_of_roof"] is not None for row in records.rows)),
+          if not topic.startswith(SEED) and any(row["share_of_roof"] is not None for row in records.rows)),
     )  # fmt: skip
 
 
@@ -703,6 +714,184 @@ def _peers_section(all_records: Mapping[str, Records]) -> list[str]:
         ),
         *(topic for topic in TOPICS if topic.startswith("peers_")),
     )  # fmt: skip
+
+
+# the layers around the experts, beside the figures of the original plan, which are those of other hardware
+
+OUR_BLOCKS = ("ours", "ours(linear=onednn_packed)", "frozen(ours)")
+PLANNED_BLOCKS = {"1x64": "0.470 to 0.268 ms: 1.75x", "8x128": "0.638 to 0.520 ms: 1.23x"}
+PLANNED_ATTENTION = {"founding": "8.5x over plain", "tuned": "1.27x by tuning"}
+PLANNED_NORMS = {"plain": 4096, "launches overlap": 4422, "staged": 4596}  # GB/s
+PLANNED_PRODUCTS = {"32x256": "1.13x", "128x768": "1.01x", "128x1024": "1.01x"}
+Cell = Sequence[Row]  # of one case in one dtype
+
+
+def by_case(all_records: Mapping[str, Records], topic: str) -> dict[str, dict[str, list[Row]]]:
+    """Case without suite and dtype -> dtype -> rows, small cases first."""
+    found: dict[str, dict[str, list[Row]]] = {}
+    rows = all_records[topic].where(threads=TOPICS[topic].threads).rows
+    for row in sorted(rows, key=lambda row: (row["T"], row["D"])):
+        case = row["case"].partition("/")[2].removesuffix(f"-{row['dtype']}")
+        found.setdefault(case, {}).setdefault(row["dtype"], []).append(row)
+    return found
+
+
+def newest(cell: Cell) -> dict[str, Row]:
+    return {row["impl"]: row for row in sorted(cell, key=lambda row: row["created_at"])}
+
+
+def _fastest(cell: Cell, names: Iterable[str]) -> Row | None:
+    found = newest(cell)
+    return min((found[one] for one in names if one in found), key=lambda row: row["median_ms"], default=None)
+
+
+def gain_over(cell: Cell, ours: Iterable[str], others: Iterable[str]) -> float | None:
+    """How many times faster the fastest of ours is than the fastest of others. Only ratios to the same
+    baseline are compared, of several the newest."""
+    ours, gains = list(ours), {}
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(cell, key=lambda row: row["created_at"]):
+        groups.setdefault(row["baseline"] or row["impl"], []).append(row)
+    for group in sorted(groups.values(), key=lambda rows: rows[-1]["created_at"]):
+        ratios = {row["impl"]: row["ratio"] for row in group}
+        mine = min((ratios[one] for one in ours if one in ratios), default=None)
+        if mine is not None:
+            gains |= {one: ratio / mine for one, ratio in ratios.items()}
+    return min((gains[one] for one in others if one in gains), default=None)
+
+
+def _maybe(gain: float | None) -> str:
+    return "-" if gain is None else times(gain)
+
+
+def _ms(row: Row | None) -> str:
+    return "-" if row is None else milliseconds(row["median_ms"])
+
+
+def _attention_section(all_records: Mapping[str, Records]) -> list[str]:
+    cases, what = by_case(all_records, "seed-attention"), ("ms", "over plain", "over torch's")
+    ours = ["native"]
+
+    def gains(cell: Cell) -> tuple[float | None, float | None]:
+        theirs = {row["impl"] for row in cell} - {"plain", *ours}
+        return gain_over(cell, ours, ["plain"]), gain_over(cell, ours, theirs)
+
+    def texts(cell: Cell) -> tuple[str, ...]:
+        return _ms(_fastest(cell, ours)), *map(_maybe, gains(cell))
+
+    best = [gain for by in cases.values() for cell in by.values() if (gain := gains(cell)[1]) is not None]
+    return _section(
+        f"Attention has {_range(best)} the speed of the best of torch's" if best else "Attention",
+        "`native` on one thread, and its speed over plain torch and over the fastest of torch's own; keys "
+        "and values of decoding are cold. The original plan ran on a GPU that it does not name.",
+        table(
+            ("case", *(f"{dtype}: {one}" for dtype in DTYPES for one in what), "original plan"),
+            [
+                (case, *(text for dtype in DTYPES for text in texts(by.get(dtype, ()))),
+                 PLANNED_ATTENTION.get(case, "-"))
+                for case, by in cases.items()
+            ],
+        ),
+        "seed-attention",
+    )  # fmt: skip
+
+
+def _dense_section(all_records: Mapping[str, Records]) -> list[str]:
+    cases = by_case(all_records, "seed-dense").items()
+    cells = [(case, dtype, cell) for case, by in cases for dtype, cell in by.items()]
+    others = ("torch", "compiled", "transformers")
+
+    def line(case: str, dtype: str, cell: Cell) -> tuple[str, ...]:
+        mine, rates = _fastest(cell, OUR_BLOCKS), ("-", "-")
+        if mine is not None:
+            tokens, flops = 1e3 * mine["T"] / mine["median_ms"], mine["flops_per_second"] / 1e12
+            rates = f"{tokens:,.0f}", f"{flops:.2f}"
+        gain = _maybe(gain_over(cell, OUR_BLOCKS, others[:2]))
+        theirs = (_ms(_fastest(cell, [name])) for name in others)
+        return case, dtype, *theirs, _ms(mine), *rates, gain, PLANNED_BLOCKS.get(case, "-")
+
+    gains = [gain for *_, cell in cells if (gain := gain_over(cell, OUR_BLOCKS, others[:2])) is not None]
+    finding = f" has {_range(gains)} the speed of the best of torch and `torch.compile`" if gains else ""
+    return _section(
+        f"A dense decoder block{finding}",
+        "Milliseconds of batch x tokens: width 2048, 32 heads, 33,572,864 parameters, all in the same dtype. "
+        "The original plan, on an H100, compared 16 bits with fp8: 1.23x to 1.85x.",
+        table(
+            ("case", "dtype", *others, "ours", "tokens/s", "TFLOP/s", "gain", "original plan"),
+            [line(*one) for one in cells],
+        ),
+        "seed-dense",
+    )
+
+
+def _linear_section(all_records: Mapping[str, Records]) -> list[str]:
+    """Bandwidth of RMSNorm, and of each linear its gain over torch, the mean over the four products."""
+    norms = by_case(all_records, "seed-rmsnorm").values()
+    rows = [row for by in norms for cell in by.values() for row in newest(cell).values()]
+    ours = [row for row in rows if row["impl"].startswith("native")]
+    gains: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for case, by in by_case(all_records, "seed-linear").items():
+        for dtype, cell in by.items():
+            for name in {row["impl"] for row in cell} - {"torch"}:
+                if (gain := gain_over(cell, [name], ["torch"])) is not None:
+                    gains.setdefault((dtype, name), {}).setdefault(case.partition("-")[0], []).append(gain)
+
+    def means(sizes: Mapping[str, Sequence[float]]) -> list[str]:
+        return [_maybe(geometric_mean(sizes[one]) if one in sizes else None) for one in PLANNED_PRODUCTS]
+
+    norm_table = table(
+        ("RMSNorm, 65,536 x 512", "ms", "GB/s"),
+        [
+            *((f"{row['impl']}, {row['dtype']}", _ms(row), f"{row['bytes_per_second'] / 1e9:.1f}")
+              for row in sorted(rows, key=lambda row: (row["dtype"], row["median_ms"]))),
+            *((f"H100, fp8, {mode}", "-", f"{rate:,}") for mode, rate in PLANNED_NORMS.items()),
+        ],
+    )  # fmt: skip
+    linear_table = table(
+        ("linear, tokens x width", *PLANNED_PRODUCTS),
+        [
+            *((f"{name}, {dtype}", *means(sizes)) for (dtype, name), sizes in sorted(gains.items())),
+            ("H100, by tuning", *PLANNED_PRODUCTS.values()),
+        ],
+    )
+    finding = f"moves {bandwidth(ours, 'bytes_per_second')} on one thread" if ours else "and linear"
+    return _section(
+        f"RMSNorm {finding}",
+        "Linear: the speed over torch's, cold weights, the mean of four products. Lines with H100 are the "
+        "original plan's.",
+        [*norm_table, "", *linear_table] if rows or gains else [],
+        "seed-rmsnorm", "seed-linear",
+    )  # fmt: skip
+
+
+def balance_lines(records: Records) -> list[tuple[object, ...]]:
+    """For each layout, over all routings: the rank correlation of uneven load with time."""
+    groups: dict[tuple[int, str], list[Row]] = {}
+    for row in sorted(records.rows, key=lambda row: row["cv"]):
+        layout = re.sub(r"capacity_factor=|,drop=position", "", row["layout"])
+        groups.setdefault((row["E"], layout), []).append(row)
+
+    def line(rows: list[Row]) -> tuple[str, ...]:
+        ms = [row["median_ms"] for row in rows]
+        pairs = [row["T"] * row["K"] - (row["dropped_pairs"] or 0) for row in rows]
+        each = [1e6 * time / kept for time, kept in zip(ms, pairs, strict=True)]
+        found = [spearmanr([row["cv"] for row in rows], values).statistic for values in (ms, each)]
+        return _dropped(rows), *(f"{one:.2f}" for one in found), f"{each[0]:,.0f}", f"{each[-1]:,.0f}"
+
+    return [(*key, *line(rows)) for key, rows in sorted(groups.items()) if len(rows) > 2]
+
+
+def _balance_section(all_records: Mapping[str, Records]) -> list[str]:
+    return _section(
+        "How far time follows uneven load",
+        "Ten routings from even to collapsed: the rank correlation of the load's coefficient of variation "
+        "with time and with time per kept pair, and the latter in ns at the most even and most uneven load.",
+        table(
+            ("E", "layout", "dropped", "time", "per pair", "even", "uneven"),
+            balance_lines(all_records["seed-balance"]),
+        ),
+        "seed-balance",
+    )
 
 
 def _failed_table(all_records: Mapping[str, Records]) -> list[str]:

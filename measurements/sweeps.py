@@ -31,23 +31,31 @@ KEPT = ("environments/*.json", "session=*/records.jsonl", "session=*/samples.f64
 
 @dataclass(frozen=True, kw_only=True)
 class Topic:
-    """sweep: the words after `mrb sweep`; minutes: at most, its cells times the seconds of each."""
+    """sweep: the words after `mrb sweep`; again: those of more sweeps into the same folder; minutes: at most,
+    its cells times the seconds of each; by_case: cases may be measured one by one, on more threads too."""
 
     shows: str
     sweep: str
     minutes: float
+    threads: int = THREADS
+    again: tuple[str, ...] = ()
+    by_case: bool = False
 
     @property
-    def suite(self) -> str:
-        """What records of this sweep name as their suite."""
-        return self.sweep.partition(" ")[0]
+    def suites(self) -> set[str]:
+        """What records of these sweeps name as their suite; by_case: what it begins with."""
+        return {self.sweep.partition(" ")[0]}
 
-    def command(self, out: Path | str) -> list[str]:
-        return ["mrb", "sweep", *shlex.split(self.sweep), "--out", str(out)]
+    def commands(self, out: Path | str) -> list[list[str]]:
+        return [["mrb", "sweep", *shlex.split(one), "--out", str(out)] for one in (self.sweep, *self.again)]
 
 
 def _sweep(what: str, seconds: int, *words: str) -> str:
     return " ".join((what, *words, f"--full --threads {THREADS} --min-rounds 8 --seconds {seconds}"))
+
+
+def _dense(suite: str, seconds: int, *words: str, threads: int = 1) -> str:
+    return " ".join((suite, *words, f"--full --threads {threads} --seconds {seconds}"))
 
 
 def _beside(peer: str, store: str) -> str:
@@ -218,6 +226,45 @@ TOPICS = {
         sweep=_sweep("soft-moe", 20, '--router "softmax_topk,soft_moe(slots_per_expert=8)" --stages'),
         minutes=0.7,
     ),
+    "seed-attention": Topic(
+        shows="attention: plain, torch's and ours; decoding with cold keys and values",
+        sweep=_dense("seed-attention", 150, "--min-rounds 8 --impl plain,sdpa,sdpa_folded,flex,native"),
+        again=tuple(
+            _dense(f"seed-attention/decode-{M}-{dtype}", 60, "--cache cold --impl sdpa_folded,sdpa,native")
+            for M in (1024, 8192) for dtype in ("float32", "bfloat16")
+        ),
+        minutes=39,
+        threads=1,
+        by_case=True,
+    ),
+    "seed-linear": Topic(
+        shows="the four products of three decoders, cold weights",
+        sweep=_dense(
+            "seed-linear", 45, "--cache weights-cold",
+            '--impl "torch,mkl_packed,onednn_packed,inductor_frozen,native,frozen(native)"',
+        ),
+        minutes=18,
+        threads=1,
+        by_case=True,
+    ),
+    "seed-rmsnorm": Topic(
+        shows="RMSNorm of 65,536 tokens", sweep=_dense("seed-rmsnorm", 90), minutes=3, threads=1, by_case=True
+    ),
+    "seed-dense": Topic(
+        shows="a dense decoder block: torch, torch.compile, Transformers and ours",
+        sweep=_dense("seed-dense", 90, threads=THREADS),
+        minutes=9,
+        by_case=True,
+    ),
+    "seed-balance": Topic(
+        shows="uneven load against time, in three layouts",
+        sweep=(
+            'seed-balance --impl auto --layout "compact,padded(capacity_factor=1.25),block(64)" '
+            f"--threads {THREADS} --seconds 45"
+        ),
+        minutes=15,
+        by_case=True,
+    ),
 }  # fmt: skip
 
 
@@ -248,7 +295,8 @@ def show(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         for name, topic in TOPICS.items():
             print(f"# {name}: {topic.shows}; at most {topic.minutes:g} minutes")
-            print(shlex.join(topic.command(f"measurements/records/{name}")))
+            for words in topic.commands(f"measurements/records/{name}"):
+                print(shlex.join(words))
         print(f"# in all at most {sum(topic.minutes for topic in TOPICS.values()):.0f} minutes")
 
 
@@ -256,11 +304,11 @@ def show(context: typer.Context) -> None:
 def run(names: Names = None) -> None:
     """Measure, each topic into its own folder."""
     for name in _chosen(names):
-        words = TOPICS[name].command(RECORDS / name)
-        print(shlex.join(words), flush=True)
-        ran = subprocess.run((sys.executable, "-m", "moe_routing_bench", *words[1:]))
-        if ran.returncode not in (0, 1):  # 1: something was not timed, and the records say why
-            raise SystemExit(ran.returncode)
+        for words in TOPICS[name].commands(RECORDS / name):
+            print(shlex.join(words), flush=True)
+            ran = subprocess.run((sys.executable, "-m", "moe_routing_bench", *words[1:]))
+            if ran.returncode not in (0, 1):  # 1: something was not timed, and the records say why
+                raise SystemExit(ran.returncode)
 
 
 @app.command()

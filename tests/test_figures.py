@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -110,7 +111,8 @@ def test_a_page_without_records_says_so(figures: ModuleType, tmp_path: Path) -> 
 
 def test_records_of_another_sweep_are_called_a_sample(figures: ModuleType, records: Any) -> None:
     topic = figures.TOPICS["topk"]
-    as_listed = [{**row, "suite": topic.suite, "threads": 2} for row in records["topk"].rows]
+    (suite,) = topic.suites
+    as_listed = [{**row, "suite": suite, "threads": 2} for row in records["topk"].rows]
     assert "A SAMPLE" not in figures.source({"topk": figures.Records(tuple(as_listed))})
     for change in ({"suite": "topk-grid/4096-e64-k4"}, {"threads": 1}):
         other = figures.Records((*as_listed, {**as_listed[0], **change}))
@@ -135,12 +137,86 @@ def test_records_come_out_of_an_archive_as_they_went_in(figures: ModuleType, tmp
     assert (tmp_path / "again.tar.xz").read_bytes() == archive.read_bytes()
 
 
+def a_row(case: str, impl: str, ratio: float, baseline: str = "plain", **more: Any) -> dict[str, Any]:
+    row = {"case": case, "dtype": "float32", "impl": impl, "ratio": ratio, "threads": 1, "T": 8, "D": 4}
+    row |= {"baseline": None if ratio == 1 else baseline, "created_at": 1}
+    return {**row, "median_ms": 10 * ratio, **more}
+
+
+def sections(figures: ModuleType, **rows: list[dict[str, Any]]) -> list[str]:
+    """The lines of the tables that are made of these rows, as the page has them."""
+    nothing = dict.fromkeys(figures.TOPICS, figures.Records())
+    given = {name.replace("_", "-"): figures.Records(tuple(some)) for name, some in rows.items()}
+    return figures.document({**nothing, **given}).splitlines()
+
+
+def test_attention_stands_beside_plain_torch_and_the_best_of_torch(
+    figures: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "source", lambda records: "")
+    case = "seed-attention/founding-float32"
+    rows = [a_row(case, "plain", 1), a_row(case, "sdpa", 0.5), a_row(case, "flex", 0.4)]
+    rows += [a_row(case, "native", 0.1)]
+    lines = sections(figures, seed_attention=rows)
+    assert "| founding | - | - | - | 1 | 10x | 4.0x | 8.5x over plain |" in lines
+    later = [a_row(case, "sdpa", 1, created_at=2), a_row(case, "native", 0.3, "sdpa", created_at=2)]
+    lines = sections(figures, seed_attention=[*rows, *later])  # ratios to another baseline stay apart
+    assert "| founding | - | - | - | 3 | 10x | 3.3x | 8.5x over plain |" in lines
+    alone = a_row(case, "native", 0.1, "sdpa")
+    lines = sections(figures, seed_attention=[*rows[:3], alone])
+    assert "| founding | - | - | - | 1 | - | - | 8.5x over plain |" in lines
+    two_threads = a_row(case, "native", 0.01, threads=2)
+    assert not any(line.startswith("| founding") for line in sections(figures, seed_attention=[two_threads]))
+
+
+def test_the_dense_block_and_its_parts_stand_beside_the_original_plan(
+    figures: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "source", lambda records: "")
+    both = {"threads": 2, "T": 64, "flops_per_second": 2e12}
+    block = [("torch", 1), ("compiled", 0.8), ("frozen(ours)", 0.4), ("ours", 0.5)]
+    linear = [
+        ("qkv", "torch", 1),
+        ("qkv", "mkl_packed", 0.5),
+        ("out", "torch", 1),
+        ("out", "mkl_packed", 0.125),
+    ]
+    lines = sections(
+        figures,
+        seed_dense=[a_row("seed-dense/1x64", name, ratio, "torch", **both) for name, ratio in block],
+        seed_linear=[
+            a_row(f"seed-linear/32x256-{one}-float32", name, ratio, "torch") for one, name, ratio in linear
+        ],
+        seed_rmsnorm=[a_row("seed-rmsnorm/65536x512-float32", "native", 0.3, bytes_per_second=9.8e9)],
+    )
+    line = next(line for line in lines if line.startswith("| 1x64"))
+    assert line.startswith("| 1x64 | float32 | 10 | 8 | - | 4 | 16,000 | 2.00 | 2.0x | 0.470")
+    assert "| mkl_packed, float32 | 4.0x | - | - |" in lines
+    assert "| H100, by tuning | 1.13x | 1.01x | 1.01x |" in lines
+    assert "| native, float32 | 3 | 9.8 |" in lines and "| H100, fp8, staged | - | 4,596 |" in lines
+
+
+def test_time_per_kept_pair_and_its_correlation_with_load(figures: ModuleType) -> None:
+    more = {"E": 8, "K": 2, "layout": "padded(capacity_factor=1.25)"}
+    rows = [
+        a_row("seed-balance/e8", "native", 1, cv=cv, median_ms=ms, dropped_pairs=dropped, **more)
+        for cv, ms, dropped in ((2.0, 1.0, 8), (0.0, 4.0, 0), (1.0, 2.0, 4))
+    ]
+    assert figures.balance_lines(figures.Records(tuple(rows))) == [
+        (8, "padded(1.25)", "25.0 %", "-1.00", "-1.00", "250,000", "125,000")
+    ]
+
+
 @pytest.mark.parametrize(
-    "topic", ["grid", "decode", "skew", "training", "layouts", "pack", "plain", "topk", "routing", "soft"]
-)
+    "topic",
+    [
+        "grid", "decode", "skew", "training", "layouts", "pack", "plain", "topk", "routing", "soft",
+        "seed-attention", "seed-linear", "seed-rmsnorm", "seed-dense", "seed-balance",
+    ],
+)  # fmt: skip
 def test_a_sweep_can_be_planned(figures: ModuleType, topic: str, tmp_path: Path, usual_speed: None) -> None:
     sweeps = importlib.import_module("sweeps")
     assert set(sweeps.TOPICS) == set(figures.TOPICS) and topic in sweeps.TOPICS
-    words = sweeps.TOPICS[topic].command(tmp_path / "out")
-    assert words[0] == "mrb"
-    assert "cells to measure" in mrb(*words[1:], "--dry-run").stdout
+    for words in sweeps.TOPICS[topic].commands(tmp_path / "out"):
+        assert words[0] == "mrb"
+        assert re.search(r"\bcells? to measure", mrb(*words[1:], "--dry-run").stdout)
