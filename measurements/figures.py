@@ -43,7 +43,8 @@ REGRET = "regret"  # its cells are compared with one another, not with a baselin
 STORES = ("int8", "int4_g128")
 SEED = "seed-"  # topics of the layers around the experts, and of uneven load
 BUSY = 3.0  # load before a cell, when the cell before it had two threads
-# the newest record of each implementation in each cell; a baseline's own ratio is 1
+# the newest record of each implementation in each cell, around the experts beside each baseline; a baseline's
+# own ratio is 1
 ROWS = """
 SELECT suite, "case", dtype, store, error, workload, direction, impl, layout, router, baseline, verdict,
   T, D, E, K, sequences, rounds,
@@ -55,7 +56,8 @@ SELECT suite, "case", dtype, store, error, workload, direction, impl, layout, ro
   load_before, machine, source_commit, source_dirty, threads, created_at
 FROM records WHERE status = 'PASSED' AND role IN ('baseline', 'candidate')
 QUALIFY row_number() OVER (
-  PARTITION BY span, "case", dtype, workload, direction, impl, layout, router, threads
+  PARTITION BY span, "case", dtype, workload, direction, impl, layout, router, threads,
+    CASE WHEN span IN ('attention', 'linear', 'rms_norm', 'decoder') THEN coalesce(baseline, impl) END
   ORDER BY created_at DESC, record_id DESC) = 1
 ORDER BY dtype, "case", workload, ratio, impl, layout, router, direction, threads
 """
@@ -210,6 +212,8 @@ def source(all_records: Mapping[str, Records]) -> str:
 
 
 def _other_sweep(topic: Topic, row: Row) -> bool:
+    if topic.by_case:
+        return row["suite"].partition("/")[0] not in topic.suites
     return row["suite"] not in topic.suites or row["threads"] != topic.threads
 
 
@@ -719,30 +723,41 @@ PLANNED_BLOCKS = {"1x64": "0.470 to 0.268 ms: 1.75x", "8x128": "0.638 to 0.520 m
 PLANNED_ATTENTION = {"founding": "8.5x over plain", "tuned": "1.27x by tuning"}
 PLANNED_NORMS = {"plain": 4096, "launches overlap": 4422, "staged": 4596}  # GB/s
 PLANNED_PRODUCTS = {"32x256": "1.13x", "128x768": "1.01x", "128x1024": "1.01x"}
-Cell = Mapping[str, Row]  # by implementation
+Cell = Sequence[Row]  # of one case in one dtype
 
 
-def by_case(all_records: Mapping[str, Records], topic: str) -> dict[str, dict[str, dict[str, Row]]]:
-    """Case without suite and dtype -> dtype -> implementation -> row, small ones first."""
-    found: dict[str, dict[str, dict[str, Row]]] = {}
+def by_case(all_records: Mapping[str, Records], topic: str) -> dict[str, dict[str, list[Row]]]:
+    """Case without suite and dtype -> dtype -> rows, small cases first."""
+    found: dict[str, dict[str, list[Row]]] = {}
     rows = all_records[topic].where(threads=TOPICS[topic].threads).rows
     for row in sorted(rows, key=lambda row: (row["T"], row["D"])):
         case = row["case"].partition("/")[2].removesuffix(f"-{row['dtype']}")
-        found.setdefault(case, {}).setdefault(row["dtype"], {})[row["impl"]] = row
+        found.setdefault(case, {}).setdefault(row["dtype"], []).append(row)
     return found
 
 
+def newest(cell: Cell) -> dict[str, Row]:
+    return {row["impl"]: row for row in sorted(cell, key=lambda row: row["created_at"])}
+
+
 def _fastest(cell: Cell, names: Iterable[str]) -> Row | None:
-    return min((cell[name] for name in names if name in cell), key=lambda row: row["ratio"], default=None)
+    found = newest(cell)
+    return min((found[one] for one in names if one in found), key=lambda row: row["median_ms"], default=None)
 
 
 def gain_over(cell: Cell, ours: Iterable[str], others: Iterable[str]) -> float | None:
-    """How many times faster the fastest of ours is than the fastest of others. Both ratios must be to the
-    same baseline, because implementations may have been timed in other rounds."""
-    mine, theirs = _fastest(cell, ours), _fastest(cell, others)
-    if mine is None or theirs is None or len({row["baseline"] or row["impl"] for row in (mine, theirs)}) > 1:
-        return None
-    return theirs["ratio"] / mine["ratio"]
+    """How many times faster the fastest of ours is than the fastest of others. Only ratios to the same
+    baseline are compared, of several the newest."""
+    ours, gains = list(ours), {}
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(cell, key=lambda row: row["created_at"]):
+        groups.setdefault(row["baseline"] or row["impl"], []).append(row)
+    for group in sorted(groups.values(), key=lambda rows: rows[-1]["created_at"]):
+        ratios = {row["impl"]: row["ratio"] for row in group}
+        mine = min((ratios[one] for one in ours if one in ratios), default=None)
+        if mine is not None:
+            gains |= {one: ratio / mine for one, ratio in ratios.items()}
+    return min((gains[one] for one in others if one in gains), default=None)
 
 
 def _maybe(gain: float | None) -> str:
@@ -755,14 +770,14 @@ def _ms(row: Row | None) -> str:
 
 def _attention_section(all_records: Mapping[str, Records]) -> list[str]:
     cases, what = by_case(all_records, "seed-attention"), ("ms", "over plain", "over torch's")
+    ours = ["native"]
 
     def gains(cell: Cell) -> tuple[float | None, float | None]:
-        return gain_over(cell, ["native"], ["plain"]), gain_over(
-            cell, ["native"], {*cell} - {"plain", "native"}
-        )
+        theirs = {row["impl"] for row in cell} - {"plain", *ours}
+        return gain_over(cell, ours, ["plain"]), gain_over(cell, ours, theirs)
 
     def texts(cell: Cell) -> tuple[str, ...]:
-        return _ms(cell.get("native")), *map(_maybe, gains(cell))
+        return _ms(_fastest(cell, ours)), *map(_maybe, gains(cell))
 
     best = [gain for by in cases.values() for cell in by.values() if (gain := gains(cell)[1]) is not None]
     return _section(
@@ -772,7 +787,7 @@ def _attention_section(all_records: Mapping[str, Records]) -> list[str]:
         table(
             ("case", *(f"{dtype}: {one}" for dtype in DTYPES for one in what), "original plan"),
             [
-                (case, *(text for dtype in DTYPES for text in texts(by.get(dtype, {}))),
+                (case, *(text for dtype in DTYPES for text in texts(by.get(dtype, ()))),
                  PLANNED_ATTENTION.get(case, "-"))
                 for case, by in cases.items()
             ],
@@ -792,7 +807,7 @@ def _dense_section(all_records: Mapping[str, Records]) -> list[str]:
             tokens, flops = 1e3 * mine["T"] / mine["median_ms"], mine["flops_per_second"] / 1e12
             rates = f"{tokens:,.0f}", f"{flops:.2f}"
         gain = _maybe(gain_over(cell, OUR_BLOCKS, others[:2]))
-        theirs = (_ms(cell.get(name)) for name in others)
+        theirs = (_ms(_fastest(cell, [name])) for name in others)
         return case, dtype, *theirs, _ms(mine), *rates, gain, PLANNED_BLOCKS.get(case, "-")
 
     gains = [gain for *_, cell in cells if (gain := gain_over(cell, OUR_BLOCKS, others[:2])) is not None]
@@ -812,12 +827,12 @@ def _dense_section(all_records: Mapping[str, Records]) -> list[str]:
 def _linear_section(all_records: Mapping[str, Records]) -> list[str]:
     """Bandwidth of RMSNorm, and of each linear its gain over torch, the mean over the four products."""
     norms = by_case(all_records, "seed-rmsnorm").values()
-    rows = [row for by in norms for cell in by.values() for row in cell.values()]
+    rows = [row for by in norms for cell in by.values() for row in newest(cell).values()]
     ours = [row for row in rows if row["impl"].startswith("native")]
     gains: dict[tuple[str, str], dict[str, list[float]]] = {}
     for case, by in by_case(all_records, "seed-linear").items():
         for dtype, cell in by.items():
-            for name in {*cell} - {"torch"}:
+            for name in {row["impl"] for row in cell} - {"torch"}:
                 if (gain := gain_over(cell, [name], ["torch"])) is not None:
                     gains.setdefault((dtype, name), {}).setdefault(case.partition("-")[0], []).append(gain)
 

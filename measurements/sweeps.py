@@ -32,18 +32,19 @@ KEPT = ("environments/*.json", "session=*/records.jsonl", "session=*/samples.f64
 @dataclass(frozen=True, kw_only=True)
 class Topic:
     """sweep: the words after `mrb sweep`; again: those of more sweeps into the same folder; minutes: at most,
-    its cells times the seconds of each."""
+    its cells times the seconds of each; by_case: cases may be measured one by one, on more threads too."""
 
     shows: str
     sweep: str
     minutes: float
     threads: int = THREADS
     again: tuple[str, ...] = ()
+    by_case: bool = False
 
     @property
     def suites(self) -> set[str]:
-        """What records of these sweeps name as their suite."""
-        return {one.partition(" ")[0] for one in (self.sweep, *self.again)}
+        """What records of these sweeps name as their suite; by_case: what it begins with."""
+        return {self.sweep.partition(" ")[0]}
 
     def commands(self, out: Path | str) -> list[list[str]]:
         return [["mrb", "sweep", *shlex.split(one), "--out", str(out)] for one in (self.sweep, *self.again)]
@@ -227,27 +228,33 @@ TOPICS = {
     ),
     "seed-attention": Topic(
         shows="attention: plain, torch's and ours; decoding with cold keys and values",
-        sweep=_dense("seed-attention", 150, "--min-rounds 8"),
+        sweep=_dense("seed-attention", 150, "--min-rounds 8 --impl plain,sdpa,sdpa_folded,flex,native"),
         again=tuple(
-            _dense(f"seed-attention/decode-{M}-{dtype}", 60, "--cache cold")
+            _dense(f"seed-attention/decode-{M}-{dtype}", 60, "--cache cold --impl sdpa_folded,sdpa,native")
             for M in (1024, 8192) for dtype in ("float32", "bfloat16")
         ),
         minutes=39,
         threads=1,
+        by_case=True,
     ),
     "seed-linear": Topic(
         shows="the four products of three decoders, cold weights",
-        sweep=_dense("seed-linear", 45, "--cache weights-cold"),
+        sweep=_dense(
+            "seed-linear", 45, "--cache weights-cold",
+            '--impl "torch,mkl_packed,onednn_packed,inductor_frozen,native,frozen(native)"',
+        ),
         minutes=18,
         threads=1,
+        by_case=True,
     ),
     "seed-rmsnorm": Topic(
-        shows="RMSNorm of 65,536 tokens", sweep=_dense("seed-rmsnorm", 90), minutes=3, threads=1
+        shows="RMSNorm of 65,536 tokens", sweep=_dense("seed-rmsnorm", 90), minutes=3, threads=1, by_case=True
     ),
     "seed-dense": Topic(
         shows="a dense decoder block: torch, torch.compile, Transformers and ours",
         sweep=_dense("seed-dense", 90, threads=THREADS),
         minutes=9,
+        by_case=True,
     ),
     "seed-balance": Topic(
         shows="uneven load against time, in three layouts",
@@ -256,6 +263,7 @@ TOPICS = {
             f"--threads {THREADS} --seconds 45"
         ),
         minutes=15,
+        by_case=True,
     ),
 }  # fmt: skip
 

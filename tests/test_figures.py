@@ -139,7 +139,8 @@ def test_records_come_out_of_an_archive_as_they_went_in(figures: ModuleType, tmp
 
 def a_row(case: str, impl: str, ratio: float, baseline: str = "plain", **more: Any) -> dict[str, Any]:
     row = {"case": case, "dtype": "float32", "impl": impl, "ratio": ratio, "threads": 1, "T": 8, "D": 4}
-    return {**row, "baseline": None if ratio == 1 else baseline, "median_ms": 10 * ratio, **more}
+    row |= {"baseline": None if ratio == 1 else baseline, "created_at": 1}
+    return {**row, "median_ms": 10 * ratio, **more}
 
 
 def sections(figures: ModuleType, **rows: list[dict[str, Any]]) -> list[str]:
@@ -155,12 +156,15 @@ def test_attention_stands_beside_plain_torch_and_the_best_of_torch(
     monkeypatch.setattr(figures, "source", lambda records: "")
     case = "seed-attention/founding-float32"
     rows = [a_row(case, "plain", 1), a_row(case, "sdpa", 0.5), a_row(case, "flex", 0.4)]
-    lines = sections(figures, seed_attention=[*rows, a_row(case, "native", 0.1)])
+    rows += [a_row(case, "native", 0.1)]
+    lines = sections(figures, seed_attention=rows)
     assert "| founding | - | - | - | 1 | 10x | 4.0x | 8.5x over plain |" in lines
-    other = a_row(case, "native", 0.1, baseline="sdpa")  # timed beside another baseline: not comparable
-    assert "| founding | - | - | - | 1 | - | - | 8.5x over plain |" in sections(
-        figures, seed_attention=[*rows, other]
-    )
+    later = [a_row(case, "sdpa", 1, created_at=2), a_row(case, "native", 0.3, "sdpa", created_at=2)]
+    lines = sections(figures, seed_attention=[*rows, *later])  # ratios to another baseline stay apart
+    assert "| founding | - | - | - | 3 | 10x | 3.3x | 8.5x over plain |" in lines
+    alone = a_row(case, "native", 0.1, "sdpa")
+    lines = sections(figures, seed_attention=[*rows[:3], alone])
+    assert "| founding | - | - | - | 1 | - | - | 8.5x over plain |" in lines
     two_threads = a_row(case, "native", 0.01, threads=2)
     assert not any(line.startswith("| founding") for line in sections(figures, seed_attention=[two_threads]))
 
