@@ -50,7 +50,7 @@ def _stream_of_exchanges(device: torch.device) -> torch.cuda.Stream:
 
 def _hand_over(stream: torch.cuda.Stream | None, ready: Event | None, *tensors: Tensor) -> None:
     """Makes a stream wait for tensors of another one, which may be freed only after it has used them."""
-    if stream is not None:
+    if stream is not None and ready is not None:
         stream.wait_event(ready)
         for tensor in tensors:
             tensor.record_stream(stream)

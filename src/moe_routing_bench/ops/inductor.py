@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from importlib import import_module
+from typing import Any
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_routing_bench.core import cpp
 
-OPTIONS = {"compile_threads": 1}  # in this process, because workers may not start others
+OPTIONS: dict[str, Any] = {"compile_threads": 1}  # in this process, because workers may not start others
 
 
 def why_not(*tensors: Tensor) -> str | None:

@@ -181,9 +181,11 @@ def _ranking(outcome: CellOutcome, ranked: list[ImplementationOutcome]) -> list[
         f"{one.peak_rss_bytes / 2**20:,.0f}" if one.peak_rss_bytes else "" for one in ranked
     ]
     once = [one for one in outcome.implementations if one.trial_ms]
-    for head, cells in numbers.items():
-        blank = {"ms": [one.trial_ms for one in once], "verdict": [Text(one.status, "red") for one in once]}
-        numbers[head] = [*cells, *blank.get(head, [""] * len(once))]
+    below: dict[str, Cells] = {
+        "ms": [one.trial_ms for one in once],
+        "verdict": [Text(one.status, "red") for one in once],
+    }
+    numbers = {head: [*cells, *below.get(head, [""] * len(once))] for head, cells in numbers.items()}
     names = [_name(one, outcome) for one in [*ranked, *once]]
     return fitted({"implementation": names}, numbers, spare=("peak MiB", "GB/s", "of roof"))
 

@@ -1,13 +1,18 @@
 """What impl="auto" prefers for attention: see ops/preference.py."""
 
+import torch
+
 from moe_routing_bench.ops.preference import COMPILED, GPUS, NO_GPU, PLAIN, Preference
 
+EVIDENCE = "measurements/records/seed-attention.tar.xz"  # one thread; sizes are numbers in the queries
 PREFERENCES = (
     Preference(
-        machines=COMPILED,
-        order=("native", "sdpa"),
-        evidence="not timed: a trial of the same loops took 0.5 to 0.8 of torch's time",
-    ),
+        machines=COMPILED, order=("native", "sdpa"), evidence=EVIDENCE, most_elements=1 << 13
+    ),  # decoding
+    Preference(machines=COMPILED, order=("sdpa",), evidence=EVIDENCE, most_elements=1 << 16),  # a short text
+    Preference(machines=COMPILED, order=("native", "sdpa"), evidence=EVIDENCE, dtype=torch.bfloat16),
+    Preference(machines=COMPILED, order=("native", "sdpa"), evidence=EVIDENCE, most_elements=1 << 20),
+    Preference(machines=COMPILED, order=("sdpa",), evidence=EVIDENCE),
     Preference(machines=(PLAIN,), order=("sdpa_folded", "sdpa"), evidence="not timed: torch's own"),
     Preference(machines=GPUS, order=("sdpa",), evidence=NO_GPU),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ def freeze(w_FD: Tensor) -> PackedMatrix:
 
 def run(x_TD: Tensor, w_FD: Tensor | PackedMatrix, b_F: Tensor | None) -> Tensor:
     if not isinstance(w_FD, _Programs):
+        assert isinstance(w_FD, Tensor)  # unsupported() refuses what others packed
         return functional.linear(x_TD, w_FD, b_F)
     if x_TD.shape[1] != w_FD.D:  # a program does not look
         raise ValueError(f"x has width {x_TD.shape[1]}; the matrix is {w_FD.F} x {w_FD.D}")
@@ -56,7 +58,7 @@ def run(x_TD: Tensor, w_FD: Tensor | PackedMatrix, b_F: Tensor | None) -> Tensor
         return w_FD.programs[T, b_F is None](*given)
 
 
-def _compiled(w_FD: Tensor, given: list[Tensor]) -> Callable[..., Tensor]:
+def _compiled(w_FD: Tensor, given: list[Any]) -> Callable[..., Tensor]:
     """Not by torch.compile: its checks of each call take longer than a small product."""
     inductor.load()
     graph = torch.fx.symbolic_trace(_Linear(w_FD), concrete_args={"b_F": None} if len(given) == 1 else None)

@@ -35,6 +35,7 @@ def freeze(w_FD: Tensor) -> PackedMatrix:
 
 def run(x_TD: Tensor, w_FD: Tensor | PackedMatrix, b_F: Tensor | None) -> Tensor:
     if not isinstance(w_FD, _PackedByTokens):
+        assert isinstance(w_FD, Tensor)  # unsupported() refuses what others packed
         return functional.linear(x_TD, w_FD, b_F)
     if x_TD.shape[1] != w_FD.D:  # MKL would read beyond its end
         raise ValueError(f"x has width {x_TD.shape[1]}; the matrix is {w_FD.F} x {w_FD.D}")
