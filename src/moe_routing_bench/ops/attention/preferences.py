@@ -4,12 +4,12 @@ import torch
 
 from moe_routing_bench.ops.preference import COMPILED, GPUS, NO_GPU, PLAIN, Preference
 
-EVIDENCE = "measurements/records/seed-attention.tar.xz"  # one thread; sizes are numbers in the queries
+EVIDENCE = "measurements/records/seed-attention.tar.xz"  # one thread: decoding, short, longer
 PREFERENCES = (
     Preference(
         machines=COMPILED, order=("native", "sdpa"), evidence=EVIDENCE, most_elements=1 << 13
     ),  # decoding
-    Preference(machines=COMPILED, order=("sdpa",), evidence=EVIDENCE, most_elements=1 << 16),  # a short text
+    Preference(machines=COMPILED, order=("sdpa",), evidence=EVIDENCE, most_elements=1 << 16),
     Preference(machines=COMPILED, order=("native", "sdpa"), evidence=EVIDENCE, dtype=torch.bfloat16),
     Preference(machines=COMPILED, order=("native", "sdpa"), evidence=EVIDENCE, most_elements=1 << 20),
     Preference(machines=COMPILED, order=("sdpa",), evidence=EVIDENCE),
