@@ -35,7 +35,7 @@ from typing import Any
 
 import psutil
 
-from moe_routing_bench.fleet.mirror import mirror
+from moe_routing_bench.fleet.store import mirror
 from moe_routing_bench.results.folder import iterate
 
 TOKENS = ",".join(map(str, range(16, 31)))

@@ -29,8 +29,7 @@ import duckdb
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.fleet.claims import plan_fleet, run_fleet
 from moe_routing_bench.fleet.folding import ROW_GROUP, check_tables, compact_store
-from moe_routing_bench.fleet.mirror import mirror
-from moe_routing_bench.fleet.store import RemoteStore
+from moe_routing_bench.fleet.store import RemoteStore, mirror
 from moe_routing_bench.results.objects import Objects
 from moe_routing_bench.results.parquet import COLUMNS, COLUMNS_HASH
 from moe_routing_bench.results.query import MEMORY_LIMIT, run_query

@@ -16,8 +16,7 @@ from made_sweeps import MadeUp, key_of, made_cells
 from moe_routing_bench.fleet.claims import plan_fleet, run_fleet
 from moe_routing_bench.fleet.folding import compact_store
 from moe_routing_bench.fleet.leases import Leases, lease_seconds
-from moe_routing_bench.fleet.mirror import mirror
-from moe_routing_bench.fleet.store import RemoteStore
+from moe_routing_bench.fleet.store import RemoteStore, mirror
 from moe_routing_bench.fleet.sweep import run_sweep
 from moe_routing_bench.results.folder import iterate
 from moe_routing_bench.results.objects import Objects, url_of

@@ -15,8 +15,7 @@ from command_line import mrb_json
 from made_sweeps import MadeUp, key_of, made_cells
 from moe_routing_bench.fleet.claims import plan_fleet, run_fleet
 from moe_routing_bench.fleet.folding import check_tables, compact_store
-from moe_routing_bench.fleet.mirror import mirror
-from moe_routing_bench.fleet.store import RemoteStore
+from moe_routing_bench.fleet.store import RemoteStore, mirror
 from moe_routing_bench.results.folder import iterate
 from moe_routing_bench.results.objects import Objects
 from s3_server import S3Server, s3_server, weed

@@ -21,9 +21,9 @@ from made_sweeps import MadeUp, key_of, made_cells
 from moe_routing_bench.fleet import folding
 from moe_routing_bench.fleet.claims import plan_fleet, run_fleet
 from moe_routing_bench.fleet.folding import check_tables, compact_store, fold, newest
-from moe_routing_bench.fleet.mirror import mirror
+from moe_routing_bench.fleet.old_layout import convert
 from moe_routing_bench.fleet.segments import sealed, segment_name
-from moe_routing_bench.fleet.store import RemoteStore
+from moe_routing_bench.fleet.store import RemoteStore, mirror
 from moe_routing_bench.results import query
 from moe_routing_bench.results.folder import iterate
 from moe_routing_bench.results.objects import Objects
@@ -34,6 +34,7 @@ from moe_routing_bench.workloads.experiment import Experiment
 
 pytest.importorskip("obstore")
 ALL = "SELECT * FROM records ORDER BY record_id"
+COMMANDS = "SELECT repro FROM records ORDER BY record_id"
 COUNTS = "SELECT count(*), count(DISTINCT record_id) FROM records"
 
 
@@ -74,7 +75,7 @@ def test_rows_are_the_same_before_and_after_a_fold_and_in_the_whole_copy(url):
     assert asked(url, COUNTS) == [(16, 16)] and swept(url, 8) == 0
     left_out = LeftOut()
     assert len(list(iterate(mirror(url).folder, left_out))) == 16 and not left_out.count
-    (table,) = newest(Objects(url)).tables
+    (table,) = newest(Objects(url))[0].tables
     assert table.rows == 16 and table.days[0] <= table.days[1] and table.suites == ("", "")
 
 
@@ -93,7 +94,7 @@ def test_what_a_fold_replaced_is_deleted_when_it_is_old(url, monkeypatch):
     assert len(paths(url, "tables")) == 4 and f"{'0' * 64}.parquet" not in {
         p.name for p in paths(url, "tables")
     }
-    assert len(paths(url, "manifests")) == 2 and len(newest(objects).replaced) == 6
+    assert len(paths(url, "manifests")) == 2 and len(newest(objects)[0].replaced) == 6
     assert asked(url, COUNTS) == [(16, 16)] and swept(url, 8) == 0
 
 
@@ -134,19 +135,19 @@ def test_two_folds_at_once_and_one_of_another_prefix(url, monkeypatch):
     def meanwhile(self, name, data):
         if name.startswith("manifests/") and others:
             prefix, _ = others.pop()
-            fold(Objects(url), prefix, LeftOut())
+            fold(Objects(url), prefix)
         return put(self, name, data)
 
     monkeypatch.setattr(Objects, "put_new", meanwhile)
-    assert fold(objects, "", LeftOut()) == 0 and len(newest(objects).tables) == 1
-    assert newest(objects).number == 1 and asked(url, COUNTS) == [(10, 10)]
+    assert fold(objects) == (0, []) and len(newest(objects)[0].tables) == 1
+    assert newest(objects)[0].number == 1 and asked(url, COUNTS) == [(10, 10)]
     swept(url, 7)
     one, other = (
         path.parent.name for path in paths(url, "segments") if segment_of(path) not in replaced(url)
     )
     others.append((one, 0))
-    assert fold(objects, other, LeftOut()) == 1 and newest(objects).number == 3
-    assert asked(url, COUNTS) == [(14, 14)] and len(newest(objects).tables) == 3
+    assert fold(objects, other) == (1, []) and newest(objects)[0].number == 3
+    assert asked(url, COUNTS) == [(14, 14)] and len(newest(objects)[0].tables) == 3
 
 
 def segment_of(path: Path) -> str:
@@ -154,7 +155,7 @@ def segment_of(path: Path) -> str:
 
 
 def replaced(url: str) -> set[str]:
-    return set(newest(Objects(url)).replaced)
+    return set(newest(Objects(url))[0].replaced)
 
 
 def test_a_record_that_contradicts_its_samples_is_left_out_once_for_all_and_kept_aside(url):
@@ -175,12 +176,23 @@ def test_a_record_that_contradicts_its_samples_is_left_out_once_for_all_and_kept
     assert forged in [one.read_bytes() for one in paths(url, "refused")] and len(paths(url, "refused")) == 2
 
 
+def test_the_command_of_a_record_is_built_from_its_experiment_before_and_after_a_fold(url):
+    path = paths(url, "segments")[0]
+    lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    for one in lines:
+        one["line"] = json.dumps(json.loads(one["line"]) | {"repro": "rm -rf ~"})
+    path.write_bytes(gzip.compress("".join(json.dumps(one) + "\n" for one in lines).encode()))
+    before = asked(url, COMMANDS)
+    compact_store(Objects(url))
+    assert asked(url, COMMANDS) == before and len(before) == 10 and ("rm -rf ~",) not in before
+
+
 def test_a_segment_that_unpacks_to_too_much_or_is_of_another_cell_is_refused(url, monkeypatch):
     one, other = paths(url, "segments")[:2]
     one.write_bytes(other.read_bytes())
     assert asked(url, COUNTS) == [(8, 8)]
     monkeypatch.setattr("moe_routing_bench.fleet.segments.MAX_SEGMENT_BYTES", 1_000)
-    assert compact_store(Objects(url))[1] and newest(Objects(url)).tables == ()
+    assert compact_store(Objects(url))[1] and newest(Objects(url))[0].tables == ()
 
 
 def test_a_check_finds_a_table_that_was_forged(url):
@@ -212,7 +224,7 @@ def test_a_query_of_a_store_reads_its_tables_and_nothing_else(url, tmp_path):
     compact_store(Objects(url))
     (path,) = paths(url, "tables")
     before, folder = path.read_bytes(), mirror(url, rows=True).folder
-    name = newest(Objects(url)).tables[0].name
+    name = newest(Objects(url))[0].tables[0].name
     for sql in (
         f"SELECT * FROM read_parquet('{path}')",
         f"SELECT * FROM read_parquet('mrb://tables/all/{'0' * 64}.parquet')",
@@ -251,7 +263,7 @@ def test_a_table_with_other_columns_is_read_and_made_again(url, monkeypatch):
     assert asked(url, COUNTS) == [(10, 10)] and asked(url, "SELECT count(model) FROM records") == [(0,)]
     swept(url, 6)
     compact_store(Objects(url))
-    assert len(newest(Objects(url)).tables) == 1
+    assert len(newest(Objects(url))[0].tables) == 1
     again = asked(url)
     assert len(again) == 12 and set(map(repr, rows)) <= set(map(repr, again))
 
@@ -290,8 +302,10 @@ def test_a_store_of_the_older_layout_is_converted_once(url, tmp_path):
     head = json.dumps({"format": "mrb pack", "version": 1, "members": bodies}).encode()
     Objects(url).put_new(f"packs/{hashlib.sha256(head).hexdigest()}-{len(head)}", head + b"".join(datas))
     paths(url, "parts")[0].write_bytes(b"changed")
-    with pytest.raises(ValueError, match="compact"):
-        mirror(url)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="compact"):
+            mirror(url)
+        convert(Objects(url))  # and is killed before the fold
     answer = mrb("results", "compact", url, "--json", code=1)
     assert json.loads(answer.stdout)["folded"] == 4 and "was changed" in json.loads(answer.stdout)["left"][0]
     assert len(asked(url)) == 8 and set(map(repr, asked(url))) <= set(map(repr, rows))

@@ -26,8 +26,7 @@ from moe_routing_bench.core.paths import home
 from moe_routing_bench.fleet.executor import Executor, OnCellProgress
 from moe_routing_bench.fleet.host import environment_document
 from moe_routing_bench.fleet.leases import Leases, lease_seconds
-from moe_routing_bench.fleet.mirror import mirror
-from moe_routing_bench.fleet.store import RemoteStore
+from moe_routing_bench.fleet.store import RemoteStore, mirror
 from moe_routing_bench.fleet.sweep import FINE, SweepPlan, latest_states
 from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.writing import record_outcome

@@ -44,31 +44,24 @@ MANIFEST = re.compile(r"manifests/([0-9]{12})\.json")
 OWN = {"cell": "BIGINT", "attempt": "BIGINT", "line": "VARCHAR", "sample_seconds": "DOUBLE[]"}
 
 
-def manifests(objects: Objects) -> dict[int, Listed]:
-    listed = ((MANIFEST.fullmatch(one.name), one) for one in objects.list("manifests/"))
-    return {int(name[1]): one for name, one in listed if name}
-
-
-def newest(objects: Objects, listed: dict[int, Listed] | None = None) -> Manifest:
-    listed = manifests(objects) if listed is None else listed
+def newest(objects: Objects) -> tuple[Manifest, dict[int, Listed]]:
+    """Returns the newest manifest, and all that there are by number."""
+    found = ((MANIFEST.fullmatch(one.name), one) for one in objects.list("manifests/"))
+    listed = {int(name[1]): one for name, one in found if name}
     if not listed:
-        return Manifest()
+        return Manifest(), listed
+    name = listed[max(listed)].name
     try:
-        return Manifest.model_validate_json(objects.get(listed[max(listed)].name))
+        return Manifest.model_validate_json(objects.get(name)), listed
     except ValidationError as error:
-        raise ValueError(f"{listed[max(listed)].name} is no manifest: {first_problem(error)}") from None
+        raise ValueError(f"{name} is no manifest: {first_problem(error)}") from None
 
 
 def state_of(objects: Objects, prefix: str = "") -> tuple[list[Listed], Manifest]:
     """Returns the segments, and the newest manifest. What is folded between these requests is then in
     `replaced`."""
     segments = [one for one in objects.list(f"segments/{prefix}") if SEGMENT.fullmatch(one.name)]
-    manifest = newest(objects)
-    if not segments and not manifest.number and objects.list("commits/"):
-        raise ValueError(
-            f"{objects.url} was written by an older version; mrb results compact {objects.url} converts it"
-        )
-    return segments, manifest
+    return segments, newest(objects)[0]
 
 
 @contextmanager
@@ -127,17 +120,18 @@ def write_table(
 def compact_store(objects: Objects, prefix: str = "") -> tuple[int, list[str]]:
     """Folds until no segment of the prefix is left, then sweeps. Returns the number of folded segments, and
     sentences about what was left out."""
-    left_out, count = LeftOut(), 0
+    count, sentences = 0, list[str]()
     with suppress(FileNotFoundError):  # another fold was first, so long ago that what it replaced is deleted
-        while folded := fold(objects, prefix, left_out):
-            count += folded
+        while (folded := fold(objects, prefix))[0]:
+            count += folded[0]
+            sentences += folded[1]
     sweep(objects)
-    return count, left_out.first
+    return count, sentences
 
 
-def fold(objects: Objects, prefix: str, left_out: LeftOut) -> int:
-    """Folds up to FOLD_BYTES. Returns the number of segments, 0 if there are none or another fold was
-    first."""
+def fold(objects: Objects, prefix: str = "") -> tuple[int, list[str]]:
+    """Folds up to FOLD_BYTES. Returns the number of segments, which is 0 if there are none or another fold
+    was first, and sentences about what was left out."""
     segments, before = state_of(objects, prefix)
     began, size, names = before.number, 0, list[str]()
     for segment in segments:
@@ -145,7 +139,7 @@ def fold(objects: Objects, prefix: str, left_out: LeftOut) -> int:
             size += segment.size
             names.append(segment.name)
     if not names:
-        return 0
+        return 0, []
     mine, absorbed, refused, table = f"tables/{prefix or 'all'}/", list[Table](), Refused(), None
     about = [one for one in before.tables if not prefix or one.name.startswith((mine, "tables/all/"))]
     if new := without_held(objects, about, names):
@@ -158,13 +152,12 @@ def fold(objects: Objects, prefix: str, left_out: LeftOut) -> int:
         table = _table(objects, mine, new, absorbed, refused)
     over_now = {*names, *(one.name for one in absorbed)}
     while True:
-        listed = manifests(objects)
-        if max(listed, default=0) != before.number:
-            before = newest(objects, listed)
-            if began + 1 not in listed or not over_now.isdisjoint(before.replaced):
-                return 0  # another fold of this prefix was first, or may have been
+        before, listed = newest(objects)
+        unknown = any(n not in listed for n in range(began + 1, before.number))
+        if unknown or not over_now.isdisjoint(before.replaced):
+            return 0, []  # another fold of this prefix was first, or may have been
         if table is not None and not objects.exists(table.name):
-            return 0  # this fold was stopped for so long that its table was swept
+            return 0, []  # this fold was stopped for so long that its table was swept
         # before they leave the manifest, else a segment would be tail again
         objects.delete(name for name, n in before.replaced.items() if n not in listed)
         number = before.number + 1
@@ -178,10 +171,7 @@ def fold(objects: Objects, prefix: str, left_out: LeftOut) -> int:
             sentences=(*before.sentences, *refused.first)[: LeftOut.MAX_SENTENCES],
         )
         if objects.put_new(f"manifests/{number:012d}.json", after.model_dump_json().encode()):
-            break
-    for sentence in refused.first:
-        left_out.add(sentence)
-    return len(names)
+            return len(names), refused.first
 
 
 def _table(
@@ -214,9 +204,10 @@ def _table(
 
 def sweep(objects: Objects) -> None:
     """Deletes old manifests, tables that no manifest ever named, and old leases."""
-    if not (listed := manifests(objects)):
+    manifest, listed = newest(objects)
+    if not listed:
         return
-    manifest, now = newest(objects, listed), listed[max(listed)].modified
+    now = listed[max(listed)].modified
     late = now - timedelta(seconds=KEPT_SECONDS)
     # a manifest is old if the next one is: until then readers took it
     old = [listed[n].name for n, after in pairwise(sorted(listed)) if listed[after].modified < late]
@@ -229,7 +220,7 @@ def sweep(objects: Objects) -> None:
 def check_tables(objects: Objects, prefix: str = "") -> tuple[int, list[str]]:
     """Holds each record of the tables to its samples again, and each row to its record. Returns the number of
     records, and sentences about those that are wrong."""
-    tables = [one for one in newest(objects).tables if one.name.startswith(f"tables/{prefix}")]
+    tables = [one for one in newest(objects)[0].tables if one.name.startswith(f"tables/{prefix}")]
     refused = Refused()
     for table in tables:
         if hashlib.sha256(objects.get(table.name)).hexdigest() not in table.name:
@@ -238,11 +229,8 @@ def check_tables(objects: Objects, prefix: str = "") -> tuple[int, list[str]]:
             tempfile.TemporaryDirectory(prefix="mrb-check-") as scratch,
             scanning(objects, [table]) as (connection, scan),
         ):
-            write_table(
-                connection,
-                validated(entries_of(objects, [table]), refused),
-                out := Path(scratch, "out.parquet"),
-            )
+            found = validated(entries_of(objects, [table]), refused)
+            write_table(connection, found, out := Path(scratch, "out.parquet"))
             if table.columns == COLUMNS_HASH:
                 row = "SELECT record_id, sha256(whole::VARCHAR) FROM"  # rows may not fit in memory
                 made = f"read_parquet({quoted(out)})"

@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from io import BytesIO
 from typing import Annotated
 
 import numpy as np
@@ -24,9 +23,8 @@ from pydantic import Field, ValidationError
 
 from moe_routing_bench.core.text import first_problem, one_line
 from moe_routing_bench.results.objects import Objects, StoreError
-from moe_routing_bench.results.read import LeftOut, batches
+from moe_routing_bench.results.read import LeftOut, held
 from moe_routing_bench.results.record import MAX_LINE_BYTES, Count, Hash, Record, RecordPart, parse_record
-from moe_routing_bench.results.verify import contradictions
 
 SEGMENT = re.compile(r"segments/([0-9a-f]{2})/(\1[0-9a-f]{62})-([0-9]{4})\.jsonl\.gz")
 MAX_SEGMENT_BYTES = 1 << 30  # unpacked
@@ -91,14 +89,14 @@ def sealed(cell_key: str, attempt: int, records: bytes, samples: bytes, samples_
 
 def opened(name: str, data: bytes) -> list[Entry]:
     """Reads a segment. Raises ValueError if it is none."""
+    gunzip = zlib.decompressobj(zlib.MAX_WBITS | 16)
     try:
-        with gzip.GzipFile(fileobj=BytesIO(data)) as file:
-            unpacked = file.read(MAX_SEGMENT_BYTES + 1)
-        if len(unpacked) > MAX_SEGMENT_BYTES:
-            raise ValueError(f"{name} unpacks to over {MAX_SEGMENT_BYTES >> 20} MiB")
+        unpacked = gunzip.decompress(data, MAX_SEGMENT_BYTES)
+        if not gunzip.eof:
+            raise zlib.error
         entries = [Entry.model_validate_json(line) for line in unpacked.splitlines()]
-    except (OSError, EOFError, zlib.error):
-        raise ValueError(f"{name} was cut off or changed: it cannot be unpacked") from None
+    except zlib.error:
+        raise ValueError(f"{name} was cut off or changed, or unpacks to too much") from None
     except ValidationError as error:
         raise ValueError(f"{name} is not what this version writes: {first_problem(error)}") from None
     if {one.segment for one in entries} != {name}:
@@ -131,13 +129,11 @@ def fetched(objects: Objects, names: Sequence[str], refused: Refused) -> Iterato
 def validated(entries: Iterable[Entry], refused: Refused) -> Iterator[tuple[Entry, Record]]:
     """Yields the entries that are records and agree with their samples. Those of a cell must be given
     together."""
-    for batch in batches(_parsed(entries, refused)):
-        wrong = contradictions([record for _, record in batch], [entry.samples for entry, _ in batch])
-        for (entry, record), sentence in zip(batch, wrong, strict=True):
-            if sentence is None:
-                yield entry, record
-            else:
-                refused.refuse(entry.segment, f"{record.record_id}: {sentence}")
+    for entry, record, sentence in held(_parsed(entries, refused), lambda entry, _: entry.samples):
+        if sentence is None:
+            yield entry, record
+        else:
+            refused.refuse(entry.segment, f"{record.record_id}: {sentence}")
 
 
 def _parsed(entries: Iterable[Entry], refused: Refused) -> Iterator[tuple[Entry, Record]]:

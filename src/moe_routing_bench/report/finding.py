@@ -111,7 +111,7 @@ def at_hand(folder: Path, *, rows: bool = False) -> Path:
     needs."""
     if url_of(folder) is None:
         return folder
-    from moe_routing_bench.fleet.mirror import mirror  # most commands read a folder
+    from moe_routing_bench.fleet.store import mirror  # most commands read a folder
 
     copied = mirror(folder, rows=rows)
     if rows:

@@ -131,9 +131,7 @@ class Objects:
                 self._again("delete", name, lambda name=name: self._obstore.delete(self._store, name))  # type: ignore[misc]
 
     def _again(self, what: str, name: str, call: Callable[[], T]) -> T:
-        """Repeats a call until it succeeds, if the server has answered before: it may be restarting. Every
-        call may be repeated, because callers recognise an object that an earlier put has written by its
-        content."""
+        """Repeats a call until it succeeds, if the server has answered before: it may be restarting."""
         pause, deadline = 0.1, time.monotonic() + RETRY_SECONDS
         while True:
             try:

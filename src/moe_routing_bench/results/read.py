@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -63,16 +64,32 @@ def read_records(
         if timed:
             left_out.remarks.append(f"session {session} has no {SAMPLES}: {timed:,} times are not checked")
         return
-    for batch in batches(_parsed(path, session, left_out, start, stop)):
-        sentences = whats_wrong(samples, [record for _, record in batch])
-        for (where, record), sentence in zip(batch, sentences, strict=True):
+    with samples.open("rb") as file:
+        parsed = _parsed(path, session, left_out, start, stop)
+        for where, record, sentence in held(parsed, lambda _, record: _samples(file.fileno(), record)):
             if sentence is None:
                 yield record
             else:
                 left_out.add(f"{where}: {record.record_id}: {sentence}")
 
 
-def batches(parsed: Iterator[tuple[Place, Record]]) -> Iterator[list[tuple[Place, Record]]]:
+def held(
+    parsed: Iterator[tuple[Place, Record]], samples: Callable[[Place, Record], bytes]
+) -> Iterator[tuple[Place, Record, str | None]]:
+    """Yields each record with None, or with a sentence that says how it contradicts its samples."""
+    for batch in _batches(parsed):
+        found = whats_wrong([record for _, record in batch], [samples(*one) for one in batch])
+        for (where, record), sentence in zip(batch, found, strict=True):
+            yield where, record, sentence
+
+
+def _samples(fd: int, record: Record) -> bytes:
+    if record.timing is None:
+        return b""
+    return os.pread(fd, 8 * record.timing.samples.count, record.timing.samples.offset)
+
+
+def _batches(parsed: Iterator[tuple[Place, Record]]) -> Iterator[list[tuple[Place, Record]]]:
     """Groups records into batches and keeps the records of a cell together."""
     batch: list[tuple[Place, Record]] = []
     samples = 0

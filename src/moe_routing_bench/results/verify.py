@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_routing_bench.results.record import Record, Timing
+from moe_routing_bench.results.record import Record
 
 SAMPLES = "samples.f64"
 FIGURES = ("least", "p05", "p25", "median", "p75", "p95", "most", "mean", "std")
@@ -32,20 +30,12 @@ MAX_BASELINES = 64  # of a cell
 Floats: TypeAlias = NDArray[np.float64]
 
 
-def whats_wrong(samples_file: Path, records: Sequence[Record]) -> list[str | None]:
-    """Returns `contradictions` to the samples in a file."""
-    with samples_file.open("rb") as file:
-        timings = [record.timing for record in records]
-        return contradictions(
-            records, [_read(file.fileno(), timing) if timing else b"" for timing in timings]
-        )
-
-
-def contradictions(records: Sequence[Record], samples: Sequence[bytes]) -> list[str | None]:
+def whats_wrong(records: Sequence[Record], samples: Sequence[bytes]) -> list[str | None]:
     """Returns for each record None, or a sentence that says how it contradicts its samples. The records of a
     cell must be given together, because ratios come from paired samples. If one record of a cell is wrong,
     all are."""
     wrong: list[str | None] = [None] * len(records)
+    cells = [(record.cell_key, record.session) for record in records]
     seconds: dict[int, Floats] = {}
     for place, (record, data) in enumerate(zip(records, samples, strict=True)):
         if record.timing is not None:
@@ -62,25 +52,19 @@ def contradictions(records: Sequence[Record], samples: Sequence[bytes]) -> list[
         for place, sentence in zip(places, _figures(records, seconds, places), strict=True):
             wrong[place] = sentence
     good = [place for place in seconds if wrong[place] is None]
-    for _, cell in groupby(good, lambda place: (records[place].cell_key, records[place].session)):
+    for _, cell in groupby(good, lambda place: cells[place]):
         members = list(cell)
         baselines = [p for p in members if records[p].implementation.role in ("baseline", "beside")]
         for place in members:
             if records[place].comparison is not None:
                 others = [seconds[p] for p in baselines if p != place]
                 wrong[place] = _comparison(records[place], seconds[place], others)
-    for _, same in groupby(
-        range(len(records)), lambda place: (records[place].cell_key, records[place].session)
-    ):
+    for _, same in groupby(range(len(records)), lambda place: cells[place]):
         members = list(same)
         if first := next((records[p].record_id for p in members if wrong[p]), None):
             for place in members:
                 wrong[place] = wrong[place] or f"{first} of the same cell contradicts its samples"
     return wrong
-
-
-def _read(fd: int, timing: Timing) -> bytes:
-    return os.pread(fd, 8 * timing.samples.count, timing.samples.offset)
 
 
 def _figures(
