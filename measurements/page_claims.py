@@ -13,6 +13,7 @@ import quality
 HERE = Path(__file__).parent
 Numbers = tuple[object, ...]
 POLICIES, LINKS = "parallel/policies.txt", "parallel/links.txt"
+DEPLOYMENTS = "parallel/published.txt"
 # as docs/parallel.md calls them: the part of policies.txt
 ROUTINGS = {
     "trained without balancing": "softmax_topk",
@@ -192,6 +193,26 @@ def listed() -> dict[str, list[tuple[str, str, Callable[[], Numbers]]]]:
                 "H800 | 10 | {} % | {} % |",
                 "parallel/deepep.txt",
                 partial(quoted, "parallel/deepep.txt", r"^median error (\S+) %, worst (\S+) %"),
+            ),
+            (
+                "too high by {}x to {}x",
+                DEPLOYMENTS,
+                lambda: tuple(
+                    f"{float(ratio):.1f}" for ratio in column(DEPLOYMENTS, r"^.* prefill, .*\) +(\S+) +\d+ ")
+                ),
+            ),
+            *(
+                (
+                    f"| {name} | {{}} | {{}} |",
+                    DEPLOYMENTS,
+                    partial(quoted, DEPLOYMENTS, rf"^{name} +(\S+) +(\S+) "),
+                )
+                for name in (
+                    "DeepSeek-V3 prefill, EP32, 8 of 32 H800",
+                    "DeepSeek-V3 decode, EP144, 8 of 144 H800",
+                    "gpt-oss-120b prefill, one H100",
+                    "Qwen3-235B prefill, FP8, TP4, 4 H100",
+                )
             ),
             (
                 "measured twice differs by {} % in the median",

@@ -23,8 +23,8 @@ from moe_routing_bench.planner.plans import Option, Question, degrees_of, option
 from moe_routing_bench.planner.step import LayerSize, layer_size, seconds_W
 
 Phase = Literal["prefill", "decode"]
-# The share of the shorter of computing and sending that two half batches hide, and its range. With 0.45 to
-# 0.55 prefill gains the 27 to 35 % that SGLang publishes for two batches on 32 H100
+# The share of the shorter of computing and sending that two half batches hide, and its range. With 0.47 to
+# 0.57 prefill gains the 27 to 35 % that SGLang publishes for two batches on 32 H100
 # (lmsys.org/blog/2025-05-05-large-scale-ep, measurements/parallel/published.txt); 1 is the bound.
 HIDDEN, HIDDEN_RANGE = 0.5, (0.45, 1.0)
 WORKSPACE = 3e9  # CUDA's context, communication buffers and graphs: an assumption
