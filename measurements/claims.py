@@ -223,8 +223,10 @@ def overhead() -> tuple[str, str]:
 
 
 def growth() -> tuple[str, ...]:
-    rows = {len(str(row["records"])) - 1: row for row in measured("fleet/growth.json")["records"]}
-    return tuple(f"{sorted(rows[power]['first answers'])[1]:.1f}" for power in (6, 7))
+    """First answers with 10^6 and 10^7 records, on a busy machine and on one that was busier."""
+    first, second, _, last = (run["records"] for run in measured("fleet/growth.json")["runs"])
+    rows = (first[1], second[0], *last)
+    return tuple(f"{sorted(row['first answers'])[1]:.1f}" for row in rows)
 
 
 DEFAULT, STUDY = "records/default.tar.xz", "training/routers/pareto.json"
@@ -293,7 +295,11 @@ def claims() -> list[Claim]:
             ("`kill -9` at random moments in {} runs", "fleet/engines.json", lambda: engines()[1:]),
             ("In {} runs with {} killed workers and {} killed S3 servers", "fleet/kills.json", kills),
             ("An engine adds {} s to {} s to a cell", "fleet/overhead.json", overhead),
-            ("took {} s with 10^6 records and {} s with 10^7", "fleet/growth.json", growth),
+            (
+                "took {} s with 10^6 records and {} s with 10^7 at a load of 5 to 9, and {} s and {} s",
+                "fleet/growth.json",
+                growth,
+            ),
         ],
         **page_claims.listed(),
     }
