@@ -152,7 +152,12 @@ def _work(device: Device, *, flops_W: Rows | int = 0, bytes_W: Rows | float = 0,
 
 
 def seconds_W(
-    device: Device, *, flops_W: Rows | float, bytes_W: Rows | float, launches: int, math_bits: int = 16
+    device: Device,
+    *,
+    flops_W: Rows | float,
+    bytes_W: Rows | NDArray[np.floating] | float,
+    launches: int,
+    math_bits: int = 16,
 ) -> NDArray[np.floating]:
     """Each rank's time for this arithmetic and this traffic with its memory, which run at the same time."""
     tflops = device.tflops_8bit if math_bits <= 8 and device.tflops_8bit is not None else device.tflops
