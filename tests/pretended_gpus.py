@@ -18,15 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_routing_bench.moe import expert_parallel
-from moe_routing_bench.moe.expert_parallel import ParallelMoE, Part
+from moe_routing_bench.moe.expert_parallel import ParallelMoE
 from moe_routing_bench.ops import hops
 from moe_routing_bench.parallel import traffic
 from moe_routing_bench.parallel.faults import ROWS_SHOWN
 from moe_routing_bench.parallel.placing import contiguous
 from moe_routing_bench.parallel.ranks import Ranks
+from moe_routing_bench.parallel.traffic import Part
 from moe_routing_bench.routers.router import build
 
 D, F, E, K, W, T = 16, 12, 4096, 2, 4096, 8
@@ -101,8 +103,8 @@ class Dice(torch.Generator):
 PLAIN_DICE = torch.Generator
 
 
-def begin() -> Reads:
-    """Makes this process rank 3 of W."""
+def begin() -> tuple[Reads, Ranks]:
+    """Makes this process rank 3 of W. A mesh reads its own numbers, so it is made before tensors are fake."""
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(__file__).parent / "data/pretended_gpus.cpp", Path(folder) / "gpus.so"
         torch_folder = Path(torch.__file__).parent
@@ -118,29 +120,31 @@ def begin() -> Reads:
     Tensor.uniform_ = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign, assignment]
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=W)
-    return reads
+    mesh = init_device_mesh("cuda", (1, W), mesh_dim_names=("dp", "ep"))
+    return reads, Ranks.on_mesh(contiguous(E, ranks=W), mesh)
 
 
-def layer_on_gpu(**options: Any) -> ParallelMoE:
+def layer_on_gpu(ranks: Ranks, **options: Any) -> ParallelMoE:
     with torch.device(GPU):
         router = build("softmax_topk", D, E, K)
     object.__setattr__(router, "to", lambda device: router)  # fake parameters cannot be moved
     return ParallelMoE(
-        D, F, E, K, ranks=Ranks(contiguous(E, ranks=W), dist.group.WORLD), device=GPU, router=router,
+        D, F, E, K, ranks=ranks, device=GPU, router=router,
         shared_F=4, layout="block(4)", impl="staged(grouped_gemm=block_sparse)", plan_impl="argsort",
         dispatch_impl="all_to_all", combine_impl="all_to_all", **options,
     )  # fmt: skip
 
 
-def fixed_sizes_never_wait(reads: Reads) -> None:
-    layer = layer_on_gpu(send_layout="padded(capacity=4)")
+def fixed_sizes_never_wait(reads: Reads, ranks: Ranks) -> None:
+    layer = layer_on_gpu(ranks, send_layout="padded(capacity=4)")
     assert reads.sizes == [(3, W), (1,)], reads.sizes  # checksums and the seed, when the layer is built
+    assert (layer.like.shape[0], layer.like.to_local().shape[0]) == (E, ranks.places)  # type: ignore
     y_TD, _ = layer(torch.empty(T, D, device=GPU))
     assert (y_TD.shape, y_TD.device) == ((T, D), GPU)
     assert len(reads.sizes) == 2
 
 
-def chunks_overlap_on_streams(reads: Reads) -> None:
+def chunks_overlap_on_streams(reads: Reads, ranks: Ranks) -> None:
     main = Stream.now = Stream()
     kept: set[tuple[int, Stream]] = set()
     torch.cuda.Stream = Stream  # type: ignore[misc, assignment]
@@ -171,7 +175,7 @@ def chunks_overlap_on_streams(reads: Reads) -> None:
     staged("experts_computed", "_there", "given_back")
     staged("given_back", "experts_computed", "")
     reads.sizes.clear()
-    y_TD, _ = layer_on_gpu(chunks=2)(torch.empty(T, D, device=GPU))
+    y_TD, _ = layer_on_gpu(ranks, chunks=2)(torch.empty(T, D, device=GPU))
     assert y_TD.shape == (T, D)
     assert {("given_back", 0), ("given_back", 1)} <= main.finished
     # the host waits once for each chunk; of each rank it reads two sums, what a message shows, and the facts
@@ -179,7 +183,7 @@ def chunks_overlap_on_streams(reads: Reads) -> None:
 
 
 def main() -> None:
-    reads = begin()
+    reads, ranks = begin()
     with FakeTensorMode(), torch.no_grad():
-        fixed_sizes_never_wait(reads)
-        chunks_overlap_on_streams(reads)
+        fixed_sizes_never_wait(reads, ranks)
+        chunks_overlap_on_streams(reads, ranks)

@@ -36,6 +36,22 @@ def on_ranks(world: int, work: Callable[..., Any], *args: Any, seconds: float = 
                 process.join()
 
 
+def gradients(layer: Any) -> dict[str, Any]:
+    """The gradients of a MoE or of a rank's part of it, as plain tensors; zeros where there is none."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    found = {}
+    for name, parameter in layer.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if isinstance(grad, DTensor):
+            assert grad.placements == parameter.placements
+            grad = grad.to_local()
+            grad = grad[: len(layer.ranks.experts)] if name.startswith("experts.") else grad
+        found[name] = grad
+    return found
+
+
 def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):

@@ -586,7 +586,7 @@ def tune(
     time; the same call goes on. search: "greedy", "exhaustive" or "tpe".
 
     >>> sizes = dict(tokens=8, width=32, hidden=16, experts=4, top_k=2, dtype="float32")
-    >>> tuning = mrb.tune("topk", "tuned", ["torch_topk", "sort"], minutes=0.2, **sizes)
+    >>> tuning = mrb.tune("topk", "tuned", ["torch_topk", "sort"], minutes=0.5, **sizes)
     >>> tuning.path.name
     'decisions.json'
     """

@@ -16,7 +16,7 @@ from moe_routing_bench.moe.expert_parallel import ParallelMoE
 from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.parallel.placing import eplb, replicated, strided
 from moe_routing_bench.parallel.ranks import Ranks
-from ranks_in_processes import on_ranks
+from ranks_in_processes import gradients, on_ranks
 
 pytestmark = pytest.mark.slow
 D, F, E, K = 16, 12, 8, 2
@@ -43,10 +43,9 @@ def stepped(layer: MoE, x_TD: Tensor, d_y_TD: Tensor, reduce: Any = None) -> dic
     assert isinstance(routing, Routing)
     controller = controller_for(layer.router, reduce=reduce)
     controller.step(Counts.of(routing))
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in layer.named_parameters()}
     return {
         "y": y_TD.detach(),
-        **grads,
+        **gradients(layer),
         **{f"moved {n}": layer.router.get_buffer(n) for n in controller.moves},
     }
 

@@ -17,7 +17,7 @@ from moe_routing_bench.moe.expert_parallel import ParallelMoE
 from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.parallel.placing import assigned, contiguous, greedy, replicated, strided
 from moe_routing_bench.parallel.ranks import Ranks
-from ranks_in_processes import on_ranks
+from ranks_in_processes import gradients, on_ranks
 
 pytestmark = pytest.mark.slow
 D, F, E, K = 16, 12, 8, 2
@@ -115,11 +115,7 @@ def run(layer: MoE, x_TD: Tensor, routing: Routing, d_y_TD: Tensor) -> dict[str,
         chosen_TD = layer.chosen_computed(x_TD, given, None)
     d_gate_TK = nothing(gate_TK) if gate_TK.grad is None else gate_TK.grad  # of a rank without tokens
     found = {"chosen": chosen_TD, "y": y_TD.detach(), "x": x_TD.grad, "gate": d_gate_TK}
-    found |= {
-        name: nothing(p) if p.grad is None else p.grad
-        for name, p in layer.named_parameters()
-        if not name.startswith("router.")
-    }
+    found |= {name: grad for name, grad in gradients(layer).items() if not name.startswith("router.")}
     return {name: value.clone() if value is not None else nothing(x_TD) for name, value in found.items()}
 
 

@@ -18,7 +18,7 @@ from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.parallel.placing import replicated, strided
 from moe_routing_bench.parallel.ranks import Ranks
 from moe_routing_bench.routers.router import all_routers
-from ranks_in_processes import on_ranks
+from ranks_in_processes import gradients, on_ranks
 
 pytestmark = pytest.mark.slow
 D, F, E = 16, 12, 8
@@ -51,8 +51,7 @@ def tokens(world: int) -> list[tuple[Tensor, TokenInfo, Tensor]]:
 
 def values(layer: MoE, d_x_TD: Tensor, y_TD: Tensor) -> dict[str, Tensor]:
     """The result and all gradients; a rule that learns nothing has none: zeros."""
-    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in layer.named_parameters()}
-    return {"y": y_TD.detach(), "x": d_x_TD, **gradients}
+    return {"y": y_TD.detach(), "x": d_x_TD, **gradients(layer)}
 
 
 @cache

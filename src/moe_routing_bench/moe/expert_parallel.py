@@ -5,17 +5,22 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
+from moe_routing_bench.core.packed_files import PackedFiles
 from moe_routing_bench.core.plan import Layout, RoutingPlan
-from moe_routing_bench.core.routing import Routing, SoftRouting
+from moe_routing_bench.core.routing import Routing, SoftRouting, TokenInfo
 from moe_routing_bench.moe.layer import MoE
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.ep_combine.op import op as ep_combine_op
@@ -23,23 +28,13 @@ from moe_routing_bench.ops.ep_dispatch.op import op as ep_dispatch_op
 from moe_routing_bench.ops.make_plan.op import make_plan
 from moe_routing_bench.parallel.faults import differing, watched
 from moe_routing_bench.parallel.ranks import Ranks
-from moe_routing_bench.parallel.traffic import Traffic, on_host, settle, tie
+from moe_routing_bench.parallel.spread import WithGradients, local_part, locally, spread_like, summed, whole
+from moe_routing_bench.parallel.traffic import Part, on_host, settle, tie
+from moe_routing_bench.routers.router import Router
 
 Event = torch.cuda.Event
-EXPERTS = "experts."  # the prefix of sharded weights in a state_dict
-
-
-@dataclass(kw_only=True)
-class Part:
-    """Some of a rank's tokens, with the plan and the traffic that are made for them."""
-
-    x_TD: Tensor
-    routing: Routing
-    sent: RoutingPlan = field(init=False)
-    traffic: Traffic = field(init=False)
-
-
 Step = Callable[[Part, Tensor], Tensor]
+EXPERTS = "experts."  # the prefix of sharded weights in a state_dict
 
 
 @cache
@@ -72,7 +67,9 @@ class ParallelMoE(MoE):
                   while the experts compute another. Results do not change, so layouts that drop are refused
     check_finite  raise RankError on every rank if one has a token with NaN or infinity; the host waits
 
-    state_dict has MoE's keys with this rank's experts; full_state_dict() is that of MoE.
+    Parameters are DTensors on the mesh of the experts: those of experts are Shard(0) with a row for each
+    place, also for a place that is empty, and all others Replicate. state_dict() is for
+    torch.distributed.checkpoint, whose files fit every placement. full_state_dict() is that of MoE.
     """
 
     def __init__(
@@ -95,13 +92,14 @@ class ParallelMoE(MoE):
             )
         self.dropped: Tensor | None = None  # pairs of this rank's last call that were dropped when sent
         self.split_WW: Tensor | None = None  # rows from each rank to each rank in the last chunk
-        self._begin_alike()
+        self._beginalike()
+        self._distribute()
 
     def held_experts(self, E: int) -> Sequence[int]:
-        return self.ranks.experts
+        return range(self.ranks.places)
 
     @torch.no_grad()
-    def _begin_alike(self) -> None:
+    def _beginalike(self) -> None:
         """Copies common weights from rank 0. An expert's first weights depend on its number."""
         self._fit_together()
         seed = torch.randint(2**62, (1,), device=self.like.device)
@@ -117,7 +115,7 @@ class ParallelMoE(MoE):
         """Raises RankError on every rank if their layers differ, because rows would go to wrong places."""
         if self.ranks.group is None:
             return
-        experts = {name: (p.dtype, p.shape[1:]) for name, p in self.experts.named_parameters()}
+        experts = {name: (p.dtype, p.shape) for name, p in self.experts.named_parameters()}
         common = {name: (p.dtype, p.shape) for name, p in self._common().items()}
         alike = {
             "the placement": self.ranks.placement.to_json(),
@@ -139,6 +137,32 @@ class ParallelMoE(MoE):
         """Parameters and buffers that every rank has."""
         state = self.state_dict(keep_vars=True)
         return {name: tensor for name, tensor in state.items() if not name.startswith(EXPERTS)}
+
+    def _distribute(self) -> None:
+        """Makes DTensors of the parameters."""
+        if self.ranks.group is None:
+            return
+        mesh = self.ranks.mesh
+        if mesh is None:
+            mesh = DeviceMesh.from_group(self.ranks.group, self.like.device.type, mesh_dim_names=("ep",))
+        for module in self.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                spread = Shard(0) if module is self.experts else Replicate()
+                made = DTensor.from_local(parameter.detach(), mesh, [spread], run_check=False)
+                setattr(module, name, nn.Parameter(made, parameter.requires_grad))
+        self.register_state_dict_post_hook(_by_expert)
+        self.register_load_state_dict_pre_hook(_by_slot)
+
+    def forward(self, x: Tensor, info: TokenInfo = TokenInfo()) -> tuple[Tensor, Routing | SoftRouting]:
+        y, routing = super().forward(x, info)
+        if isinstance(self, FSDPModule):
+            with locally(self):
+                y = WithGradients.apply(y, *self.parameters())
+        return y, routing
+
+    def route(self, router: Router, x_TD: Tensor, info: TokenInfo) -> Routing | SoftRouting:
+        with locally(self):
+            return super().route(router, x_TD, info)
 
     def chosen_computed(self, x_TD: Tensor, routing: Routing, plan: RoutingPlan | None) -> Tensor:
         if plan is not None:
@@ -215,14 +239,15 @@ class ParallelMoE(MoE):
         return self.ep_dispatch(x_TD, part.sent, part.traffic)
 
     def experts_computed(self, part: Part, x_QD: Tensor) -> Tensor:
-        here = Routing(
-            expert_TK=part.traffic.place_Q.unsqueeze(1),
-            gate_TK=x_QD.new_ones(x_QD.shape[0], 1, dtype=part.routing.gate_TK.dtype),
-            num_experts=len(self.ranks.experts),
-            ragged=self.send_layout.kind == "padded",
-        )
-        plan_here = self.make_plan(here, self.layout)
-        return tie(self.expert_ffn(x_QD, here.gate_TK, plan_here, self.experts.weights()), x_QD)
+        with locally(self):
+            here = Routing(
+                expert_TK=part.traffic.place_Q.unsqueeze(1),
+                gate_TK=x_QD.new_ones(x_QD.shape[0], 1, dtype=part.routing.gate_TK.dtype),
+                num_experts=self.like.shape[0],
+                ragged=self.send_layout.kind == "padded",
+            )
+            plan_here = self.make_plan(here, self.layout)
+            return tie(self.expert_ffn(x_QD, here.gate_TK, plan_here, self.experts.weights()), x_QD)
 
     def given_back(self, part: Part, y_QD: Tensor) -> Tensor:
         return self.ep_combine(y_QD, part.routing.gate_TK, part.sent, part.traffic)
@@ -232,41 +257,70 @@ class ParallelMoE(MoE):
     ) -> Tensor:
         if isinstance(routing, SoftRouting):
             raise NotImplementedError("Soft-MoE mixes the slots of all experts and has no rows to send")
-        return super().compute(x_TD, routing, plan)
+        self._refuse_sharded()
+        with locally(self):
+            return super().compute(x_TD, routing, plan)
+
+    def _refuse_sharded(self) -> None:
+        if isinstance(self, FSDPModule) and not self.ranks.in_order:
+            raise NotImplementedError(
+                "fully_shard needs slots in the order of experts, for its gradients and checkpoints: use "
+                "contiguous(), with a number of ranks that divides the number of experts"
+            )
+
+    def freeze(self, impl: str | PackedFiles | None = None, kept: PackedFiles | None = None) -> MoE:
+        """As in MoE, and the parameters become plain tensors."""
+        self._make_plain()
+        return super().freeze(impl, kept)
+
+    def _make_plain(self) -> None:  # a function of its own: no variable may keep a parameter that is frozen
+        for module in self.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if isinstance(parameter, DTensor):
+                    setattr(module, name, nn.Parameter(parameter.detach().to_local(), requires_grad=False))
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Sums gradients over ranks: of common weights, of experts with copies, and of all over replicas.
-        Every rank calls it after backward."""
-        for parameter in self.parameters():
-            if parameter.requires_grad and parameter.grad is None and self.ranks.groups:
-                parameter.grad = torch.zeros_like(parameter)
+        Every rank calls it after backward, unless fully_shard has done it."""
+        if isinstance(self, FSDPModule):
+            raise ValueError("fully_shard sums the gradients itself; leave reduce_gradients out")
+        if not self.ranks.groups:
+            return
+        grads = {
+            parameter: torch.zeros_like(local_part(parameter))
+            if parameter.grad is None
+            else local_part(parameter.grad)
+            for parameter in self.parameters()
+            if parameter.requires_grad
+        }
         if self.ranks.group is not None:
+            own = set(self.experts.parameters())
+            held = [parameter for parameter in grads if parameter in own]
+            common = [parameter for parameter in grads if parameter not in own]
+            copied = [expert for expert, ranks in enumerate(self.ranks.placement.ranks_E) if len(ranks) > 1]
+            row_of = {expert: row for row, expert in enumerate(copied)}
+            mine = [(row_of[e], place) for place, e in enumerate(self.ranks.experts) if e in row_of]
+            rows = [grads[p].new_zeros(len(copied), *grads[p].shape[1:]) for p in held]
+            for parameter, total in zip(held, rows, strict=True):
+                for row, place in mine:
+                    total[row] += grads[parameter][place]
             with watched(self.ranks, "summing gradients", self.split_WW):
-                self._reduce_over_ranks()
+                sums = summed([*(grads[parameter] for parameter in common), *rows], self.ranks.group)
+            grads.update(zip(common, sums, strict=False))
+            for parameter, total in zip(held, sums[len(common) :], strict=True):
+                for row, place in mine:
+                    grads[parameter][place] = total[row]
         if self.ranks.replicas is not None:
             with watched(self.ranks, "summing gradients", self.split_WW, replicas=True):
-                for parameter in self.parameters():
-                    if parameter.requires_grad:
-                        dist.all_reduce(parameter.grad, group=self.ranks.replicas)
+                grads = dict(zip(grads, summed([*grads.values()], self.ranks.replicas), strict=True))
+        for parameter, grad in grads.items():
+            parameter.grad = spread_like(grad, parameter)
 
-    def _reduce_over_ranks(self) -> None:
-        for parameter in self._common().values():
-            if parameter.requires_grad:
-                dist.all_reduce(parameter.grad, group=self.ranks.group)
-        copied = [expert for expert, held in enumerate(self.ranks.placement.ranks_E) if len(held) > 1]
-        row_of = {expert: row for row, expert in enumerate(copied)}
-        mine = [(row_of[e], place) for place, e in enumerate(self.ranks.experts) if e in row_of]
-        for parameter in self.experts.parameters():
-            if not copied or not parameter.requires_grad:
-                continue
-            assert parameter.grad is not None
-            total = parameter.new_zeros(len(copied), *parameter.shape[1:])
-            for row, place in mine:
-                total[row] += parameter.grad[place]
-            dist.all_reduce(total, group=self.ranks.group)
-            for row, place in mine:
-                parameter.grad[place] = total[row]
+    def gradients_here(self) -> dict[str, Tensor]:
+        """What this rank has of each gradient, by the name of its parameter."""
+        grads = {name: parameter.grad for name, parameter in self.named_parameters()}
+        return {name: local_part(grad) for name, grad in grads.items() if grad is not None}
 
     def total(self, tensor: Tensor) -> Tensor:
         """Sums over ranks and replicas, in place: controller_for(layer.router, reduce=layer.total)."""
@@ -279,31 +333,64 @@ class ParallelMoE(MoE):
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state_dict of the same layer on one rank. Every rank must call it, and every rank gets it."""
-        state = {name: tensor.detach().clone() for name, tensor in self.state_dict().items()}
-        placement = self.ranks.placement
-        if self.ranks.group is None:
-            return state
-        for name in [name for name in state if name.startswith(EXPERTS)]:
-            mine = state[name]
-            padded = mine.new_zeros(placement.places, *mine.shape[1:])
-            padded[: mine.shape[0]] = mine
-            all_WP = [torch.empty_like(padded) for _ in range(placement.num_ranks)]
-            with watched(self.ranks, "gathering the experts"):
-                dist.all_gather(all_WP, padded, group=self.ranks.group)
-            first = [
-                (ranks[0], placement.experts_W[ranks[0]].index(e))
-                for e, ranks in enumerate(placement.ranks_E)
-            ]
-            state[name] = torch.stack([all_WP[rank][place] for rank, place in first])
+        with watched(self.ranks, "gathering the experts"):
+            state = {name: whole(tensor).clone() for name, tensor in self._common().items()}
+            for name, parameter in self.experts.named_parameters():
+                state[EXPERTS + name] = whole(parameter)[self.ranks.slot_E]
         return state
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads this rank's part of a whole layer's state_dict, made with any number of ranks."""
-        held = list(self.ranks.experts)
         E = self.ranks.placement.num_experts
-        mine = dict(state)
         for name in [name for name in state if name.startswith(EXPERTS)]:
             if state[name].shape[0] != E:
                 raise ValueError(f"{name} is of {state[name].shape[0]} experts, the layer has {E}")
-            mine[name] = state[name][held]
-        self.load_state_dict(mine)
+        self.load_state_dict(state)
+
+
+def _by_expert(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Names the rows of a state_dict by expert for torch.distributed.checkpoint; they are views."""
+    assert isinstance(layer, ParallelMoE)
+    layer._refuse_sharded()
+    ranks = layer.ranks
+    if ranks.in_order:
+        return
+    for name, parameter in layer.experts.named_parameters():
+        if (key := prefix + EXPERTS + name) in state and isinstance(parameter, DTensor):
+            shape = torch.Size([ranks.placement.num_experts, *parameter.shape[1:]])
+            rows = list(local_part(state[key].detach()).split(1))[: len(ranks.experts)]
+            shards = LocalShardsWrapper(rows, [(e, *[0] * (len(shape) - 1)) for e in ranks.experts])
+            # not from_local, which makes a view, and these have none
+            meta = TensorMeta(shape, parameter.stride(), parameter.dtype)
+            spec = DTensorSpec(parameter.device_mesh, (Shard(0),), meta)
+            state[key] = DTensor(shards, spec, requires_grad=False)
+
+
+def _by_slot(layer: nn.Module, state: dict[str, Any], prefix: str, *more: object) -> None:
+    """Reads what _by_expert wrote, and plain tensors of a whole layer."""
+    assert isinstance(layer, ParallelMoE)
+    for name, parameter in layer.named_parameters():
+        given, held = state.get(prefix + name), list(layer.ranks.experts)
+        if given is None or not isinstance(parameter, DTensor):
+            continue
+        by_slot = layer.ranks.in_order or not name.startswith(EXPERTS)
+        if by_slot and isinstance(given, DTensor) and not isinstance(given._local_tensor, LocalShardsWrapper):
+            continue
+        if name.startswith(EXPERTS):
+            mine = local_part(parameter.detach()).clone()
+            mine[: len(held)] = _rows_of(given, held)
+            given = mine
+        state[prefix + name] = spread_like(given, parameter)
+
+
+def _rows_of(given: Tensor, held: list[int]) -> Tensor:
+    """The rows of these experts, in a tensor of all experts or in the part of it that this rank has."""
+    if isinstance(given, DTensor) and isinstance(given._local_tensor, LocalShardsWrapper):
+        shards = given._local_tensor
+        row_of = dict(
+            zip((offset[0] for offset in shards.local_offsets()), shards.local_shards(), strict=True)
+        )
+        if missing := [expert for expert in held if expert not in row_of]:
+            raise ValueError(f"the experts {missing} are on another rank; take them from full_state_dict()")
+        return torch.cat([row_of[expert] for expert in held])
+    return whole(given)[held]

@@ -44,6 +44,7 @@ class Ranks:
     placement: Placement
     group: dist.ProcessGroup | None = field(default=None, compare=False)
     replicas: dist.ProcessGroup | None = field(default=None, compare=False)
+    mesh: DeviceMesh | None = field(default=None, compare=False)  # of the group, if it comes from a mesh
     failure: list[RankError] = field(default_factory=list, compare=False, repr=False)  # at most one
 
     def __post_init__(self) -> None:
@@ -60,7 +61,7 @@ class Ranks:
         names = mesh.mesh_dim_names or ()
         if missing := {experts, data} - set(names):
             raise ValueError(f"the mesh has the dimensions {names}, not {', '.join(sorted(missing))}")
-        return Ranks(placement, mesh.get_group(experts), mesh.get_group(data))
+        return Ranks(placement, mesh.get_group(experts), mesh.get_group(data), mesh[experts])
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -86,6 +87,17 @@ class Ranks:
     def experts(self) -> tuple[int, ...]:
         """The experts of this rank, in the order in which their weights are stacked."""
         return self.placement.experts_W[self.rank]
+
+    @cached_property
+    def slot_E(self) -> list[int]:
+        """A slot of each expert: that of its first copy."""
+        first_E = [(held[0], expert) for expert, held in enumerate(self.placement.ranks_E)]
+        return [rank * self.places + self.placement.experts_W[rank].index(expert) for rank, expert in first_E]
+
+    @property
+    def in_order(self) -> bool:
+        """True if slot e is expert e."""
+        return self.slot_E == list(range(self.slots))
 
     @cached_property
     def node(self) -> dist.ProcessGroup | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_routing_bench.core.host_allocator import recycled
 from moe_routing_bench.core.plan import RoutingPlan
+from moe_routing_bench.core.routing import Routing
 from moe_routing_bench.parallel.faults import ROWS_SHOWN, differing, split_sentence, watched
 from moe_routing_bench.parallel.ranks import RankError, Ranks
 
@@ -57,6 +58,16 @@ class Traffic:
         expert_R = plan.expert_R()
         place_Q = torch.where(plan.pair_R >= 0, expert_R, -1)
         return Traffic(sent=(plan.num_rows,), received=(plan.num_rows,), place_Q=place_Q)
+
+
+@dataclass(kw_only=True)
+class Part:
+    """Some of a rank's tokens, with the plan and the traffic that are made for them."""
+
+    x_TD: Tensor
+    routing: Routing
+    sent: RoutingPlan = field(init=False)
+    traffic: Traffic = field(init=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from moe_routing_bench.core.experts import GATED
 from moe_routing_bench.core.published import PublishedModel
+from moe_routing_bench.parallel.faults import ROWS_SHOWN
 from moe_routing_bench.planner.fabric import Device, Exchange, Fabric, Ports, Rows, exchange, ports
 from moe_routing_bench.planner.flow import Flow
 
-NUMBER_BYTES, FACTS = 8, 5  # traffic.settle sends each rank P + W + 5 numbers, int64
+NUMBER_BYTES, FACTS = 8, 5  # traffic.settle sends each rank P + min(W, ROWS_SHOWN) + 5 numbers, int64
 PARTS = ("route", "plan", "send", "compute", "return")
 
 
@@ -110,7 +111,8 @@ def step_time(
     route = _work(device, flops_W=2 * size.D * size.E * T_W, bytes_W=T_W * size.D * 2, launches=2)
     plan = device.launch_us * 2e-6
     if W > 1:
-        numbers_WW = np.broadcast_to(np.int64(flow.placement.places + W + FACTS), (W, W))
+        numbers = flow.placement.places + min(W, ROWS_SHOWN) + FACTS
+        numbers_WW = np.broadcast_to(np.int64(numbers), (W, W))
         plan += exchange(ports(numbers_WW, fabric), NUMBER_BYTES, fabric).seconds
         plan += 0.0 if capacity is not None else device.host_wait_us * 1e-6
     pack = _work(device, bytes_W=(T_W + leave_W) * size.D * size.send_bytes, launches=1)

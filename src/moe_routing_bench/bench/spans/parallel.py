@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -23,13 +23,15 @@ from moe_routing_bench.bench.spans.span import (
 from moe_routing_bench.core.placement import Placement
 from moe_routing_bench.core.plan import Layout
 from moe_routing_bench.core.routing import Routing, TokenInfo
-from moe_routing_bench.moe.expert_parallel import ParallelMoE, Part
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops
 from moe_routing_bench.parallel.placing import contiguous
 from moe_routing_bench.parallel.ranks import Ranks
-from moe_routing_bench.parallel.traffic import Traffic
+from moe_routing_bench.parallel.traffic import Part, Traffic
 from moe_routing_bench.planner.flow import TRANSPORTS, count_flow
 from moe_routing_bench.workloads.experiment import ImplementationRef
+
+if TYPE_CHECKING:  # it imports DTensor, which takes a second
+    from moe_routing_bench.moe.expert_parallel import ParallelMoE
 
 FORWARD = ("route", "plan", "send", "compute", "return")
 BACKWARD = ("backward", "reduce")  # reduce: gradients of what every rank has, summed over the ranks
@@ -108,6 +110,8 @@ class ParallelSpan(LayerSpan):
     def layer_on(self, implementation: ImplementationRef, inputs: Inputs, ranks: Ranks) -> ParallelMoE:
         """Returns this rank's part of the layer around the inputs' weights. For the forward pass they are
         packed once, as in one process."""
+        from moe_routing_bench.moe.expert_parallel import ParallelMoE
+
         s, case = inputs.experiment.shape, inputs.experiment
         there, back = self.parts(implementation.name)
         picked = dict(self.resolved(implementation, inputs))
@@ -193,9 +197,8 @@ class OneCall:
 
     def result(self) -> dict[str, Tensor]:
         """By name, as the judge knows them: of one's own tokens, or of one's own experts."""
-        wanting = {"x_TD": self.x_TD, **dict(self.layer.named_parameters())}
-        gradients = {name: tensor.grad for name, tensor in wanting.items() if tensor.grad is not None}
-        return {"y_TD": self.y_TD.detach(), **gradients}
+        d_x = {} if self.x_TD.grad is None else {"x_TD": self.x_TD.grad}
+        return {"y_TD": self.y_TD.detach(), **d_x, **self.layer.gradients_here()}
 
 
 def placement_of(E: int, W: int) -> Placement:

@@ -1,0 +1,184 @@
+"""ParallelMoE with torch's own tools: clip_grad_norm_, fully_shard and torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.utils import clip_grad_norm_
+
+from moe_routing_bench.core.placement import Placement
+from moe_routing_bench.moe.expert_parallel import ParallelMoE
+from moe_routing_bench.moe.layer import MoE
+from moe_routing_bench.parallel.placing import contiguous, replicated, strided
+from moe_routing_bench.parallel.ranks import Ranks
+from ranks_in_processes import on_ranks
+
+pytestmark = pytest.mark.slow
+D, F, E, K = 16, 12, 8, 2
+TOKENS = (5, 0, 7, 3)  # of ranks
+OPTIONS: dict[str, Any] = {
+    "router": "sigmoid_bias",
+    "shared_F": 4,
+    "impl": "staged(grouped_gemm=expert_loop)",
+}
+
+
+def whole() -> MoE:
+    torch.manual_seed(0)
+    return MoE(D, F, E, K, **OPTIONS).eval()
+
+
+def tokens(rank: int) -> tuple[Tensor, Tensor]:
+    dice = torch.Generator().manual_seed(rank)
+    return torch.randn(TOKENS[rank], D, generator=dice), torch.randn(TOKENS[rank], D, generator=dice)
+
+
+def stepped(layer: MoE, x_TD: Tensor, d_y_TD: Tensor) -> float:
+    """One step with clipped gradients; the norm before it."""
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    layer(x_TD)[0].backward(d_y_TD)
+    if isinstance(layer, ParallelMoE) and not isinstance(layer, FSDPModule):
+        layer.reduce_gradients()
+    norm = clip_grad_norm_([p for p in layer.parameters() if p.grad is not None], 0.5)
+    optimizer.step()
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def on_mesh(group: Any, sharded: bool) -> tuple[float, dict[str, Tensor], int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    layer = ParallelMoE(D, F, E, K, ranks=Ranks.on_mesh(contiguous(E, ranks=2), mesh), **OPTIONS).eval()
+    layer.load_full_state_dict(whole().state_dict())
+    if sharded:
+        fully_shard(layer, mesh=mesh["dp"])
+        layer.set_force_sum_reduction_for_comms(True)
+        layer.set_gradient_divide_factor(1.0)  # sums, as reduce_gradients
+        with pytest.raises(ValueError, match="leave reduce_gradients out"):
+            layer.reduce_gradients()
+    norm = stepped(layer, *tokens(dist.get_rank()))
+    return norm, layer.full_state_dict(), layer.experts.w_in_EDG.to_local().shape[0]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_step_with_clipped_gradients(sharded: bool) -> None:
+    one = whole()
+    x_TD, d_y_TD = (torch.cat(each) for each in zip(*(tokens(rank) for rank in range(4)), strict=True))
+    expected = stepped(one, x_TD, d_y_TD)
+    assert expected > 0.5
+    for norm, state, rows in on_ranks(4, on_mesh, sharded):
+        assert norm == pytest.approx(expected, rel=1e-5)
+        assert rows == (E // 4 if sharded else E // 2)
+        for name, value in one.state_dict().items():
+            torch.testing.assert_close(state[name], value, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def strided_and_sharded(group: Any) -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+    layer = ParallelMoE(D, F, E, K, ranks=Ranks.on_mesh(strided(E, ranks=2), mesh), **OPTIONS)
+    with pytest.raises(NotImplementedError, match="order of experts"):
+        fully_shard(layer, mesh=mesh["dp"])(torch.randn(3, D))
+    return "refused"
+
+
+def test_only_experts_in_order_are_sharded_further() -> None:
+    assert on_ranks(2, strided_and_sharded) == ["refused"] * 2
+
+
+def placements(world: int) -> dict[str, Placement]:
+    load = [9, 1, 1, 5, 1, 1, 1, 3]
+    return {
+        "contiguous": contiguous(E, ranks=world),
+        "strided": strided(E, ranks=world),
+        "copies": replicated(load, ranks=world, extra=world),
+        "uneven": Placement(
+            experts_W=(*((w,) for w in range(world - 1)), tuple(range(world - 1, E))), num_experts=E
+        ),
+    }
+
+
+def made(group: Any, placement: Placement) -> tuple[ParallelMoE, torch.optim.Optimizer]:
+    layer = ParallelMoE(D, F, E, K, ranks=Ranks(placement, group), **OPTIONS)
+    return layer, torch.optim.Adam(layer.parameters(), lr=0.1)
+
+
+def momenta(layer: ParallelMoE, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
+        name: optimizer.state[parameter]["exp_avg"].full_tensor()  # type: ignore[attr-defined]
+        for name, parameter in layer.named_parameters()
+        if parameter in optimizer.state
+    }
+
+
+def saved(group: Any, folder: str) -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for name, placement in placements(4).items():
+        layer, optimizer = made(group, placement)
+        state: dict[str, Any] = {"layer": layer.state_dict()}
+        found[name] = layer.full_state_dict()
+        if name == "contiguous":  # with an optimizer, whose rows are slots
+            layer(tokens(dist.get_rank(group))[0])[0].sum().backward()
+            layer.reduce_gradients()
+            optimizer.step()
+            parts = get_state_dict(layer, optimizer)
+            state = dict(zip(("layer", "optimizer"), parts, strict=True))
+            found[name], found["momenta"] = layer.full_state_dict(), momenta(layer, optimizer)
+        dcp.save(state, checkpoint_id=f"{folder}/{name}")
+    return found
+
+
+def loaded(group: Any, folder: str, expected: dict[str, dict[str, Tensor]]) -> list[str]:
+    wrong = []
+
+    def compare(where: str, got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+        wrong.extend(f"{where}, {key}" for key in wanted if not torch.equal(got[key], wanted[key]))
+        wrong.extend(f"{where}, keys" for _ in [0] if got.keys() != wanted.keys())
+
+    world = dist.get_world_size(group)
+    for name in placements(4):
+        for other, placement in placements(world).items():
+            layer, _ = made(group, placement)
+            state = {"layer": layer.state_dict()}
+            dcp.load(state, checkpoint_id=f"{folder}/{name}")
+            compare(f"{name} as {other}", layer.full_state_dict(), expected[name])
+            again, _ = made(group, placement)
+            again.load_state_dict(state["layer"])
+            compare(f"{name} as {other}, again", again.full_state_dict(), expected[name])
+    # from layer to layer: what slots hold is gathered, and rows of another rank are refused
+    states = {name: made(group, placement)[0] for name, placement in placements(world).items()}
+    states["strided"].load_state_dict(states["contiguous"].state_dict())
+    compare(
+        "in order as strided", states["strided"].full_state_dict(), states["contiguous"].full_state_dict()
+    )
+    with pytest.raises(ValueError, match="on another rank"):
+        states["contiguous"].load_state_dict(states["strided"].state_dict())
+    layer, optimizer = made(group, placements(world)["contiguous"])
+    parts = dict(zip(("layer", "optimizer"), get_state_dict(layer, optimizer), strict=True))
+    dcp.load(parts, checkpoint_id=f"{folder}/contiguous")
+    set_state_dict(
+        layer, optimizer, model_state_dict=parts["layer"], optim_state_dict=parts["optimizer"]
+    )  # fmt: skip
+    compare("with an optimizer", layer.full_state_dict(), expected["contiguous"])
+    compare("momenta", momenta(layer, optimizer), expected["momenta"])
+    return wrong
+
+
+def into_one_process(group: Any, folder: str) -> dict[str, Tensor]:
+    state = {"layer": whole().state_dict()}
+    dcp.load(state, checkpoint_id=f"{folder}/copies")
+    return state["layer"]
+
+
+def test_a_checkpoint_of_four_ranks_on_two(tmp_path: Path) -> None:
+    expected = on_ranks(4, saved, str(tmp_path))
+    assert len({float(state["experts.w_in_EDG"].sum()) for state in expected[0].values()}) > 3
+    assert on_ranks(2, loaded, str(tmp_path), expected[0]) == [[], []]
+    (one,) = on_ranks(1, into_one_process, str(tmp_path))
+    assert all(torch.equal(one[key], value) for key, value in expected[0]["copies"].items())
