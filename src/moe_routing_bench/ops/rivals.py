@@ -62,7 +62,7 @@ def up_first(w_EG: Tensor) -> Tensor:
     return torch.cat(w_EG.chunk(2, dim=1)[::-1], dim=1)
 
 
-BACK = {alternating: halves, up_first: up_first}
+BACK: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {alternating: halves, up_first: up_first}
 
 
 def freezer(kernel: str, order: Callable[[Tensor], Tensor]) -> Freeze:
