@@ -399,7 +399,7 @@ def _add_left_out(noted: list[tuple[Any, ...]], left_out: LeftOut) -> None:
             left_out.add(sentence, 0)
 
 
-def sentence_of(error: duckdb.Error) -> str:
+def sentence_of(error: Exception) -> str:
     """Returns DuckDB's message without the copy of the query below it."""
     text = re.split(r"\n\s*\n|\nLINE ", str(error))[0]
     if "Traceback (most recent call last)" in text:  # the store did not give a range

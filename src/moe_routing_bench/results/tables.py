@@ -43,7 +43,7 @@ class Manifest(RecordPart):
     version: Literal[1] = 1
     number: Count = 0
     tables: tuple[Table, ...] = ()
-    replaced: Annotated[dict[Name, Count], Field(default_factory=dict)]
+    replaced: dict[Name, Count] = Field(default_factory=dict)
     left_out: Count = 0
     sentences: Annotated[tuple[Sentence, ...], Field(max_length=LeftOut.MAX_SENTENCES)] = ()
 
@@ -99,7 +99,7 @@ def _ranges(objects: Objects, sizes: dict[str, int]) -> Any:
         def close(self) -> None:
             pass
 
-    class Files(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    class Files(fsspec.AbstractFileSystem):
         protocol, cachable = SCHEME, False
 
         def open(self, path: str, mode: str = "rb", **more: Any) -> File:

@@ -40,7 +40,7 @@ def whats_wrong(records: Sequence[Record], samples: Sequence[bytes]) -> list[str
     for place, (record, data) in enumerate(zip(records, samples, strict=True)):
         if record.timing is not None:
             if hashlib.sha256(data).hexdigest() != record.timing.samples.sha256:
-                wrong[place] = "its samples were changed after they were written"
+                wrong[place] = f"its samples in {SAMPLES} were changed after they were written"
             elif len(data) != 8 * record.timing.samples.count:
                 wrong[place] = "it has another number of samples"
             else:
