@@ -277,7 +277,7 @@ class ParallelMoE(MoE):
         for module in self.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if isinstance(parameter, DTensor):
-                    setattr(module, name, nn.Parameter(parameter.detach().to_local(), requires_grad=False))
+                    setattr(module, name, nn.Parameter(local_part(parameter.detach()), requires_grad=False))
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
