@@ -32,7 +32,7 @@ def spread_like(here: Tensor, like: Tensor) -> Tensor:
 def locally(layer: nn.Module) -> Iterator[None]:
     """In it, parameters are the plain tensors that this rank has. The gradient of a tensor that all ranks
     have is the sum over ranks."""
-    spread = [
+    spread: list[tuple[dict[str, Any], str, DTensor]] = [
         (module._parameters, name, tensor)
         for module in layer.modules()
         for name, tensor in module._parameters.items()
@@ -40,7 +40,7 @@ def locally(layer: nn.Module) -> Iterator[None]:
     ]
     for parameters, name, tensor in spread:
         grads = [Partial() if one.is_replicate() else one for one in tensor.placements]
-        parameters[name] = tensor.to_local(grad_placements=grads)  # type: ignore[assignment]
+        parameters[name] = tensor.to_local(grad_placements=grads)
     try:
         yield
     finally:
