@@ -200,7 +200,17 @@ def test_the_public_names_are_all_there() -> None:
     from moe_routing_bench import public
 
     imported = {n for n, v in vars(public).items() if not n.startswith("_") and not isinstance(v, ModuleType)}
-    of_api = {"Experiment", "ImplementationRef", "Results", "bench", "check", "open", "sweep", "train"}
+    of_api = {
+        "Experiment",
+        "ImplementationRef",
+        "Results",
+        "bench",
+        "check",
+        "open",
+        "sweep",
+        "train",
+        "tune",
+    }
     assert sorted(imported | of_api) == sorted(mrb.__all__) and not imported & of_api
     assert all(hasattr(mrb, name) for name in mrb.__all__)
 

@@ -94,7 +94,7 @@ def test_every_machine_has_a_row_with_its_evidence(op: Any, machine: str) -> Non
                 # what auto may run: for training too, with the tie rule, and a result that stays
                 assert not (found.forward_only or found.reuses_output or found.stored)
                 assert found.ties == "lower id first"
-        files = re.findall(r"measurements/[\w./]+\w", row.evidence)
+        files = re.findall(r"measurements/[\w./-]+\w", row.evidence)
         assert all((ROOT / file).exists() for file in files)
         assert files or row.evidence.startswith("not timed: ")
         if machine in GPUS:
