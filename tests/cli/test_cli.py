@@ -131,8 +131,10 @@ def test_explain_every_op_at_a_size_no_machine_holds(op, device, layout):
     document = mrb_json("explain", op, *words, "--train")
     assert document["chosen"]["answer"] == "could run"
     assert "(decisions are off" in document["why_chosen"]
-    # without a compiler; only attention has more than its default in plain torch
-    spec = "sdpa" if op == "attention" else all_ops()[op].default
+    # without a compiler; these alone have more than their default in plain torch
+    better = {("attention", device): "sdpa", ("grouped_gemm", "cuda"): "torch_grouped_mm"}
+    better["expert_ffn", "cuda"] = "staged(grouped_gemm=torch_grouped_mm)"
+    spec = better.get((op, device), all_ops()[op].default)
     assert document["chosen"]["implementation"] == all_ops()[op].get(spec).label
     answers = {one["spec"]: one for one in document["others"]}
     assert spec not in answers

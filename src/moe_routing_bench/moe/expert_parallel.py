@@ -358,8 +358,9 @@ def _by_expert(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: o
     for name, parameter in layer.experts.named_parameters():
         if (key := prefix + EXPERTS + name) in state and isinstance(parameter, DTensor):
             shape = torch.Size([ranks.placement.num_experts, *parameter.shape[1:]])
-            rows = list(local_part(state[key].detach()).split(1))[: len(ranks.experts)]
-            shards = LocalShardsWrapper(rows, [(e, *[0] * (len(shape) - 1)) for e in ranks.experts])
+            rows = local_part(state[key].detach()).split(1)[: len(ranks.experts)]
+            row_of = dict(zip(ranks.experts, rows, strict=True))  # two copies on a rank are equal
+            shards = LocalShardsWrapper(list(row_of.values()), [(e, *[0] * (len(shape) - 1)) for e in row_of])
             # not from_local, which makes a view, and these have none
             meta = TensorMeta(shape, parameter.stride(), parameter.dtype)
             spec = DTensorSpec(parameter.device_mesh, (Shard(0),), meta)
