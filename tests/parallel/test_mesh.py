@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 from moe_routing_bench.core.placement import Placement
 from moe_routing_bench.moe.expert_parallel import ParallelMoE
 from moe_routing_bench.moe.layer import MoE
-from moe_routing_bench.parallel.placing import contiguous, replicated, strided
+from moe_routing_bench.parallel.placing import contiguous, strided
 from moe_routing_bench.parallel.ranks import Ranks
 from ranks_in_processes import on_ranks
 
@@ -93,15 +93,32 @@ def test_only_experts_in_order_are_sharded_further() -> None:
 
 
 def placements(world: int) -> dict[str, Placement]:
-    load = [9, 1, 1, 5, 1, 1, 1, 3]
+    blocks = contiguous(E, ranks=world).experts_W
     return {
         "contiguous": contiguous(E, ranks=world),
         "strided": strided(E, ranks=world),
-        "copies": replicated(load, ranks=world, extra=world),
+        "copies": Placement(
+            experts_W=tuple(
+                tuple(sorted({*held, blocks[(w + 1) % world][0]})) for w, held in enumerate(blocks)
+            ),
+            num_experts=E,
+        ),
         "uneven": Placement(
             experts_W=(*((w,) for w in range(world - 1)), tuple(range(world - 1, E))), num_experts=E
         ),
     }
+
+
+def two_copies_on_a_rank(group: Any) -> str:
+    double = Placement(experts_W=((0, 0, *range(1, 4)), tuple(range(4, E))), num_experts=E)
+    layer = ParallelMoE(D, F, E, K, ranks=Ranks(double, group), **OPTIONS)
+    with pytest.raises(NotImplementedError, match="two copies"):
+        layer.state_dict()
+    return str(len(layer.full_state_dict()["experts.w_in_EDG"]))
+
+
+def test_two_copies_on_a_rank_have_no_state_dict() -> None:
+    assert on_ranks(2, two_copies_on_a_rank) == [str(E)] * 2
 
 
 def made(group: Any, placement: Placement) -> tuple[ParallelMoE, torch.optim.Optimizer]:

@@ -135,8 +135,12 @@ class ParallelMoE(MoE):
 
     def _common(self) -> dict[str, Tensor]:
         """Parameters and buffers that every rank has."""
-        state = self.state_dict(keep_vars=True)
-        return {name: tensor for name, tensor in state.items() if not name.startswith(EXPERTS)}
+        state: dict[str, Tensor] = {}
+        self._save_to_state_dict(state, "", True)
+        for name, child in self.named_children():
+            if child is not self.experts:
+                child.state_dict(destination=state, prefix=f"{name}.", keep_vars=True)
+        return state
 
     def _distribute(self) -> None:
         """Makes DTensors of the parameters."""
@@ -355,12 +359,16 @@ def _by_expert(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: o
     ranks = layer.ranks
     if ranks.in_order:
         return
+    if any(len(set(held)) < len(held) for held in ranks.placement.experts_W):
+        raise NotImplementedError(
+            "a rank with two copies of an expert has no state_dict, which has one row for each expert; use "
+            "full_state_dict()"
+        )
     for name, parameter in layer.experts.named_parameters():
         if (key := prefix + EXPERTS + name) in state and isinstance(parameter, DTensor):
             shape = torch.Size([ranks.placement.num_experts, *parameter.shape[1:]])
             rows = local_part(state[key].detach()).split(1)[: len(ranks.experts)]
-            row_of = dict(zip(ranks.experts, rows, strict=True))  # two copies on a rank are equal
-            shards = LocalShardsWrapper(list(row_of.values()), [(e, *[0] * (len(shape) - 1)) for e in row_of])
+            shards = LocalShardsWrapper(list(rows), [(e, *[0] * (len(shape) - 1)) for e in ranks.experts])
             # not from_local, which makes a view, and these have none
             meta = TensorMeta(shape, parameter.stride(), parameter.dtype)
             spec = DTensorSpec(parameter.device_mesh, (Shard(0),), meta)

@@ -32,7 +32,7 @@ def spread_like(here: Tensor, like: Tensor) -> Tensor:
 def locally(layer: nn.Module) -> Iterator[None]:
     """In it, parameters are the plain tensors that this rank has. The gradient of a tensor that all ranks
     have is the sum over ranks."""
-    spread: list[tuple[dict[str, Any], str, DTensor]] = [
+    spread: list[tuple[dict[str, Any], str, Any]] = [
         (module._parameters, name, tensor)
         for module in layer.modules()
         for name, tensor in module._parameters.items()
