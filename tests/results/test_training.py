@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from moe_routing_bench.report.training_figures import draw_study
 from moe_routing_bench.results.read import TRAININGS, LeftOut
 from moe_routing_bench.results.trainings import finished, read_trainings
+from moe_routing_bench.train.loop import State
 from moe_routing_bench.train.pareto import Spread, pareto, sentences
 from moe_routing_bench.train.records import EVENTS, STATE, execute, read_events, read_state, run_folder
 from moe_routing_bench.train.settings import Rule, Run, Size
@@ -246,6 +248,29 @@ def test_a_branch_is_the_short_run_to_the_bit(tmp_path: Path, corpus: Corpus) ->
     for compared in found.decisions.values():
         assert compared["dense, equal FLOPs"].seeds in (2, 3)
     assert not list((tmp_path / "whole").rglob("state-*"))
+    assert "curves.png" in draw_study(tmp_path / "whole", found, tmp_path)  # branches have other lengths
+    (tmp_path / "whole" / TIMES).unlink()
+    assert pareto(tmp_path / "whole").decisions == found.decisions  # a study that goes on
+
+
+def test_a_state_to_branch_from_is_there_after_a_kill(tmp_path: Path, corpus: Corpus) -> None:
+    """The process may end after it wrote the state and before it copied it."""
+    run = tiny()
+    home = run_folder(tmp_path, run.key)
+
+    class KilledError(Exception):
+        pass
+
+    def kill(event: object) -> None:
+        if isinstance(event, State):
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        execute(run, corpus, tmp_path, keep=(3,), on_event=kill)
+    (kept,) = home.glob("state-*")
+    kept.unlink()
+    execute(run, corpus, tmp_path, keep=(3,))
+    assert [*home.glob("state-*")] == [kept]
 
 
 def test_intervals_over_seeds() -> None:

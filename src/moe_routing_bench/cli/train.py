@@ -319,7 +319,7 @@ def _show_run(one: Training, out: Path) -> None:
     show(
         f"{one.rule}, seed {one.seed}: held-out loss {one.loss:.4f} nats per byte "
         f"({one.bits_per_byte:.3f} bits, perplexity {one.perplexity:.2f}) after {one.steps} steps "
-        f"of {one.tokens // one.steps:,} bytes",
+        f"of {one.tokens // one.steps:,} tokens",
         f"training loss {one.training_loss:.4f}; {one.seconds:.1f} s in steps, {one.tokens_per_second:,.0f} "
         f"tokens/s on {one.threads} thread{'s' if one.threads > 1 else ''}; "
         + ", ".join(f"{part} {100 * share:.0f} %" for part, share in one.parts.items()),
@@ -334,10 +334,11 @@ def _notes(reached: Pareto) -> list[str]:
     made = reached.made
     seeds = reached.standings[0].seeds
     return [
-        f"{reached.question} {seeds} seed{'s' if seeds > 1 else ''}, {reached.tokens:,} bytes each; "
+        f"{reached.question} {seeds} seed{'s' if seeds > 1 else ''}, {reached.tokens:,} tokens each; "
         "± is half of a 95 % interval over seeds.",
-        "held-out: nats per byte at equal tokens. equal seconds: the same after "
-        f"{reached.budget:.0f} s, read from the curve. ratio: the time of a step divided by "
+        f"held-out: nats per byte at equal tokens. equal seconds: the same after {reached.budget:.0f} s, "
+        f"{'of runs that end there' if reached.decisions else 'read from the curve'}. "
+        "ratio: the time of a step divided by "
         f"{reached.baseline}'s, timed in turns.",
         f"{made['machine']}, {made['threads']} thread, torch {made['torch']}, commit {made['commit'][:10]}"
         + (", changed since" if made["dirty"] else "")

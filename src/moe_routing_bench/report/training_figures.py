@@ -38,9 +38,14 @@ MAX_RULES = 6  # in figures with a panel for each router
 
 
 def pictures(reached: Pareto, trainings: Sequence[Training], lines: Lines) -> list[Picture]:
-    """Draws the records of a study, and the load of experts and their texts if every run has its lines."""
+    """Draws the records of a study, and the load of experts and their texts if every run has its lines.
+
+    Runs that branch off to end at equal seconds are points of the tables and have no curves of their own.
+    """
     by_rule: dict[str, list[Training]] = {}
     for one in trainings:
+        if one.tokens != reached.tokens:
+            continue
         by_rule.setdefault(one.rule, []).append(one)
     rules = [one.rule for one in reached.standings]
     routed = [rule for rule in rules if rule in lines and lines[rule][0][0].layers]
@@ -56,7 +61,11 @@ def pictures(reached: Pareto, trainings: Sequence[Training], lines: Lines) -> li
 
 def draw_study(folder: Path, reached: Pareto, target: Path) -> list[str]:
     """Draws all pictures as PNG and returns their names."""
-    kept = [one for one in read_trainings(folder) if not one.study.endswith(TUNING)]
+    kept = [
+        one
+        for one in read_trainings(folder)
+        if not one.study.endswith(TUNING) and one.tokens == reached.tokens
+    ]
     drawn = pictures(reached, kept, study_lines(folder, kept))
     named = [replace(one, name=one.name.partition("-")[0]) for one in drawn]
     return [path.name for one in named for path in save(one, target, (".png",))]

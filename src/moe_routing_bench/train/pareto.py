@@ -110,11 +110,12 @@ def pareto(folder: Path) -> Pareto:
     if not is_plain_file(folder / STUDY):
         raise ValueError(f"{folder} holds no study; mrb train study routers --out {folder} makes one")
     about = json.loads((folder / STUDY).read_text())
-    if not is_plain_file(folder / TIMES):
+    timed = next((folder / name for name in (TIMES, PLACES) if is_plain_file(folder / name)), None)
+    if timed is None:
         raise ValueError(
             f"the study in {folder} is not finished: steps are not timed; the same command goes on"
         )
-    times = json.loads((folder / TIMES).read_text())
+    times = json.loads(timed.read_text())
     used = json.loads((folder / USED).read_text())["rules"] if is_plain_file(folder / USED) else {}
     by_rule: dict[str, dict[int, Training]] = {}
     ends: dict[str, dict[int, dict[int, Training]]] = {}  # by rule, steps and seed

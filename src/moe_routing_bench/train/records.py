@@ -17,7 +17,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -78,6 +77,8 @@ def execute(
         if state is not None and state.step == run.steps and (before := finished(folder).get(run.key)):
             return before
         kept = 0 if state is None else _kept_bytes(home)
+        if state is not None and state.step in keep:  # the process may have ended between the two files
+            _keep_state(home, state.step)
         weights = None
         if run.begin:
             weights = read_state(run_folder(folder, run.begin))
@@ -98,7 +99,7 @@ def execute(
                     os.fdatasync(events.fileno())
                     write_state(home, event, events.tell())
                     if event.step in keep:
-                        shutil.copyfile(home / STATE, _kept_state(home, event.step))
+                        _keep_state(home, event.step)
                 elif isinstance(event, Ended):
                     ended = event
                 else:
@@ -115,6 +116,11 @@ def execute(
 
 def _kept_state(home: Path, step: int) -> Path:
     return home / f"state-{step}.safetensors"
+
+
+def _keep_state(home: Path, step: int) -> None:
+    """Copies the state of this step, for the run that branches off here."""
+    write_whole(_kept_state(home, step), (home / STATE).read_bytes(), sync=True)
 
 
 def _branch(trunk: Path, home: Path, run: Run) -> None:
