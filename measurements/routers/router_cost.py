@@ -98,7 +98,7 @@ def reference() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The head and the rows of the table in docs/reference/routers.md, from the routers and WORK."""
     head = (
         "rule", "experts per token", "groups", "causal", "projections", "passes", "sorts of E", "sorts of T",
-        "parameters", "controller",
+        "parameters", "losses", "controller",
     )  # fmt: skip
     rows = []
     for name, rule in sorted(all_routers().items()):
@@ -107,7 +107,8 @@ def reference() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
             f"`{name}`", rule.experts_per_token, rule.groups, "yes" if rule.causal else "no",
             str(work.projections), _and_more(work.passes, work.passes_training), f"{work.token_sorts:g}",
             _and_more(work.expert_sorts, work.expert_sorts_training),
-            PARAMETERS[sum(one.numel() for one in made.parameters())], rule.controller or "",
+            PARAMETERS[sum(one.numel() for one in made.parameters())], ", ".join(rule.loss_names),
+            rule.controller or "",
         ))  # fmt: skip
     return head, rows
 
