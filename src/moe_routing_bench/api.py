@@ -83,7 +83,6 @@ from moe_routing_bench.report.result_tables import (
     show_step,
     show_study,
 )
-from moe_routing_bench.results.answers import BEST
 from moe_routing_bench.results.compare import RunComparison, compare_runs
 from moe_routing_bench.results.decisions import Decided, decide, write_decisions
 from moe_routing_bench.results.folder import Selection, copy_selected, iterate, temporary_folder
@@ -91,12 +90,11 @@ from moe_routing_bench.results.history import History, history
 from moe_routing_bench.results.objects import url_of
 from moe_routing_bench.results.parquet import COLUMNS, quoted
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
-from moe_routing_bench.results.read import LeftOut
+from moe_routing_bench.results.read import LeftOut, measurable
 from moe_routing_bench.results.record import TUNING, Record, RecordPart
 from moe_routing_bench.results.remeasure import experiment_of
-from moe_routing_bench.results.repeating import measurable
 from moe_routing_bench.results.trainings import Training, read_trainings
-from moe_routing_bench.results.winners import Contest
+from moe_routing_bench.results.winners import BEST, Contest
 from moe_routing_bench.routers.router import without_included
 from moe_routing_bench.train.loop import Event, Stepped
 from moe_routing_bench.train.model import Decoder
