@@ -169,7 +169,7 @@ class Results(Displayed):
 
     @cached_property
     def experiments(self) -> tuple[Experiment, ...]:
-        """What was measured, to measure it again: mrb.bench(results.experiments, out="after")."""
+        """Returns what was measured, to measure it again: mrb.bench(results.experiments, out="after")."""
         if self._experiments:
             return self._experiments
         cells: dict[tuple[str, str], list[Record]] = {}
@@ -477,7 +477,7 @@ class PlannedSweep:
         return PlannedSweep(plan=plan, out=out, executor=executor, store=store, claim=claim)
 
     def roofs(self, experiments: Sequence[Experiment], progress: bool | None = None) -> Roofs | None:
-        """What this machine can do at most; ValueError if it lacks the device of the experiments."""
+        """Returns what this machine can do at most. ValueError if it lacks the device of the experiments."""
         roofs = roofs_here(experiments, progress)
         if self.executor.name == "local":
             for experiment in experiments[:1]:
@@ -632,8 +632,8 @@ class CheckReport(Displayed):
     def select(
         self, op: str, implementation: str, folders: Sequence[Path], *, quick: bool = False
     ) -> CheckReport:
-        """What is to check; nothing is yet. ValueError if there is no such thing. quick: only the first case
-        of each implementation that is our own."""
+        """Chooses what to check and checks nothing yet. ValueError if there is no such thing. quick: only the
+        first case of each implementation that is our own."""
         with torch_threads(1):
             outside = found_outside(folders)
             self.wanted, self.rows = select(op, implementation, self.dtypes, self.device, outside)
@@ -728,7 +728,7 @@ class Trainings(Displayed):
         weakref.finalize(self, keeps.close)
 
     def pareto(self) -> Pareto:
-        """What each rule of a study reached and what it cost."""
+        """Returns what each rule of a study reached and what it cost."""
         return pareto(self.folder)
 
     def model(self, rule: str, seed: int = 0) -> Decoder:

@@ -78,13 +78,13 @@ def settings_of(pid: int) -> Settings | None:
 
 
 def expected_settings(cores: tuple[int, ...]) -> Settings | None:
-    """What a worker on these cores must have: for the rest, what the server began with."""
+    """Returns the settings that a worker on these cores must have: the rest is what the server began with."""
     usual = _begun_with[server_pid()]
     return usual if usual is None or not cores else replace(usual, cores=frozenset(cores))
 
 
 def server_harm() -> str:
-    """What somebody did to the server, in words, and empty if nothing. It is undone if this process may."""
+    """Says what somebody did to the server, and undoes it if this process may. Empty if nothing."""
     pid = server_pid()
     usual, now = _begun_with[pid], settings_of(pid)
     if usual is None or now is None or now.fits(usual):

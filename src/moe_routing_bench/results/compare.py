@@ -133,7 +133,8 @@ def _likeness(one: MeasuredOnce) -> tuple[str, ...]:
 
 
 def question(one: MeasuredOnce) -> tuple[object, ...]:
-    """What a user asked for, without versions: two runs with other versions answer the same question."""
+    """Returns what a user asked for, without versions: two runs with other versions answer the same
+    question."""
     versions = ("torch", "python", "settings", "contract", "routing")
     asked = tuple(value(one) for name, (_, value) in LIKE.items() if name not in versions)
     return (*one.identity, *asked)

@@ -90,7 +90,7 @@ def check_cells(folder: Path) -> None:
 
 
 def _machine(machine: Mapping[str, Any]) -> str:
-    """Its name has a hash of its facts."""
+    """Compares the name of the machine with its facts, of which it has a hash."""
     known: dict[str, Any] = {field.name: machine.get(field.name) for field in fields(Machine)}
     lists = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
     derived = Machine(**{**known, **lists}).name if isinstance(known["cpu"], str) else ""
@@ -130,7 +130,7 @@ def _asked(record: Record) -> tuple[Any, Any]:
 
 
 def _alone(record: Record) -> Iterator[str]:
-    """What follows from the record's own experiment and times."""
+    """Checks what follows from the record's own experiment and times."""
     experiment, timing, protocol = record.experiment, record.timing, record.protocol
     group = experiment.case.partition("/")[0]
     if record.model != (group if group in MODELS else ""):
