@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import latex2mathml.converter
 from typer.testing import CliRunner
 
+from moe_routing_bench.routers.router import NO_RULES
+
+ROOT = Path(__file__).parent.parent
 project, author, copyright = "moe-routing-bench", "the moe-routing-bench developers", "Apache-2.0"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 html_theme, html_title = "furo", "moe-routing-bench"
@@ -74,6 +76,25 @@ def fill_columns(app: Any, docname: str, source: list[str]) -> None:
         source[0] = source[0].replace("{{columns}}", "\n".join((*head, *rows)))
 
 
+def fill_routers(app: Any, docname: str, source: list[str]) -> None:
+    """The facts and the files of all routers and controllers stand where reference/routers.md names them."""
+    if docname == "reference/routers":
+        sys.path.insert(0, str(ROOT / "measurements" / "routers"))
+        import router_cost
+
+        head, rows = router_cost.reference()
+        lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+        source[0] = source[0].replace("{{facts}}", "\n".join(lines))
+        for folder, level in (("routers", "##"), ("controllers", "###")):
+            places = (ROOT / "src" / "moe_routing_bench" / folder).glob("[!_]*.py")
+            names = sorted(path.stem for path in places if path.stem not in NO_RULES)
+            modules = "\n".join(
+                f"{level} {name}\n\n```{{eval-rst}}\n.. automodule:: moe_routing_bench.{folder}.{name}\n```\n"
+                for name in names
+            )
+            source[0] = source[0].replace(f"{{{{{folder}}}}}", modules)
+
+
 def fill_study(app: Any, docname: str, source: list[str]) -> None:
     """The study's numbers come from the committed records; study/README links to it."""
     if docname == "study/study":
@@ -92,6 +113,7 @@ def helps() -> Iterator[str]:
 
 
 def math(writer: Any, node: Any, display: str) -> None:
+    import latex2mathml.converter
     from docutils.nodes import SkipNode
 
     writer.body.append(latex2mathml.converter.convert(node.astext(), display=display))
@@ -102,6 +124,7 @@ def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", process_docstring)
     app.connect("source-read", fill_commands)
     app.connect("source-read", fill_columns)
+    app.connect("source-read", fill_routers)
     app.connect("source-read", fill_study)
     app.add_html_math_renderer(
         "mathml",

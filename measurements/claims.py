@@ -107,7 +107,7 @@ def gains(name: str) -> dict[int, float]:
 
 
 def ends(values: dict[int, float]) -> tuple[str, str]:
-    return f"{min(values.values()):.2f}", f"{max(values.values()):.2f}"
+    return f"{min(values.values()):.1f}", f"{max(values.values()):.1f}"
 
 
 def headline() -> tuple[str, str]:

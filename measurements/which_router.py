@@ -22,7 +22,7 @@ COST = HERE / "routers" / "router_cost.json"
 STUDY = HERE / "training" / "routers" / "pareto.json"
 E = 64  # experts in the column of routing's cost, in eval mode
 HEAD = (
-    "rule", "causal", "alone", "experts a token", "routing", "step", "MiB", "max violation", "held-out loss",
+    "rule", "causal", "alone", "routing", "step", "MiB", "max violation", "held-out loss",
 )  # fmt: skip
 
 
@@ -46,7 +46,6 @@ def facts() -> str:
             f"`{name}`",
             "yes" if rule.causal else "**no**",
             "no" if rule.batch_dependent else "yes",
-            rule.experts_per_token,
             "" if row is None else f"{row['ratio']:.2f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})",
         ]
         if one is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +93,10 @@ def test_tests_that_were_not_begun_are_held_to_the_same(tmp_path: Path, not_begu
     rows += [{"test": f"t{i}", "what": "not begun", "why": ""} for i in range(not_begun)]
     (tmp_path / "ledger").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert ending(tmp_path).returncode == code
+
+
+def test_the_workflow_lasts_as_long_as_its_steps() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    minutes = re.findall(r"(?<!\w)(?:tests|triton [\d.]+) (\d+)(?= |$)", script, re.M)
+    (limit,) = re.findall(r"timeout-minutes: (\d+)", (ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert len(minutes) >= 6 and int(limit) >= max(map(int, minutes)) + 10

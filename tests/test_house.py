@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import sys
 import tomllib
@@ -237,3 +238,13 @@ def test_every_dependency_is_imported_somewhere() -> None:
 def test_the_outside_example_is_short() -> None:
     kernel = ROOT / "examples" / "add_a_kernel" / "add_a_kernel.py"
     assert len(kernel.read_text().splitlines()) <= 30
+
+
+def test_every_file_belongs_to_a_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(MEASUREMENTS)
+    what_for = importlib.import_module("what_for")
+    files = what_for.lines_by_file(SOURCE)
+    lost = [path for path in files if what_for.feature_of(path) is None]
+    assert files and not lost, f"give them a feature in measurements/what_for.py: {lost}"
+    idle = set(what_for.FEATURES) - {what_for.feature_of(path) for path in files}
+    assert not idle, f"no file belongs to {idle}"

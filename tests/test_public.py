@@ -14,7 +14,7 @@ import moe_routing_bench as mrb
 from child_process import python
 from repository import ROOT
 
-MEASURES = {"bench", "check", "sweep", "train"}  # they start processes or train
+MEASURES = {"bench", "check", "sweep", "train", "tune"}  # they start processes or train
 DROPPED = ("LETTERS", "Counts", "Routings", "Verdict", "LoadStatistics", "include_routers")
 
 

@@ -91,6 +91,32 @@ REASONS = {
 }
 
 
+PARAMETERS = {0: "none", 128: "D E", 129: "D S + 1", 256: "2 D E"}  # of a router for D = 16 and E = S = 8
+
+
+def reference() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The head and the rows of the table in docs/reference/routers.md, from the routers and WORK."""
+    head = (
+        "rule", "experts per token", "groups", "causal", "projections", "passes", "sorts of E", "sorts of T",
+        "parameters", "losses", "controller",
+    )  # fmt: skip
+    rows = []
+    for name, rule in sorted(all_routers().items()):
+        work, made = WORK[name], rule(16, 8, rule.fixed_K or 2)
+        rows.append((
+            f"`{name}`", rule.experts_per_token, rule.groups, "yes" if rule.causal else "no",
+            str(work.projections), _and_more(work.passes, work.passes_training), f"{work.token_sorts:g}",
+            _and_more(work.expert_sorts, work.expert_sorts_training),
+            PARAMETERS[sum(one.numel() for one in made.parameters())], ", ".join(rule.loss_names),
+            rule.controller or "",
+        ))  # fmt: skip
+    return head, rows
+
+
+def _and_more(always: float, in_training: float) -> str:
+    return f"{always:g} + {in_training:g}" if in_training else f"{always:g}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     T: int

@@ -83,7 +83,6 @@ from moe_routing_bench.report.result_tables import (
     show_step,
     show_study,
 )
-from moe_routing_bench.results.answers import BEST
 from moe_routing_bench.results.compare import RunComparison, compare_runs
 from moe_routing_bench.results.decisions import Decided, decide, write_decisions
 from moe_routing_bench.results.folder import Selection, copy_selected, iterate, temporary_folder
@@ -91,12 +90,11 @@ from moe_routing_bench.results.history import History, history
 from moe_routing_bench.results.objects import url_of
 from moe_routing_bench.results.parquet import COLUMNS, quoted
 from moe_routing_bench.results.query import JOINED, export_csv, export_parquet, run_query
-from moe_routing_bench.results.read import LeftOut
+from moe_routing_bench.results.read import LeftOut, measurable
 from moe_routing_bench.results.record import TUNING, Record, RecordPart
 from moe_routing_bench.results.remeasure import experiment_of
-from moe_routing_bench.results.repeating import measurable
 from moe_routing_bench.results.trainings import Training, read_trainings
-from moe_routing_bench.results.winners import Contest
+from moe_routing_bench.results.winners import BEST, Contest
 from moe_routing_bench.routers.router import without_included
 from moe_routing_bench.train.loop import Event, Stepped
 from moe_routing_bench.train.model import Decoder
@@ -171,7 +169,7 @@ class Results(Displayed):
 
     @cached_property
     def experiments(self) -> tuple[Experiment, ...]:
-        """What was measured, to measure it again: mrb.bench(results.experiments, out="after")."""
+        """Returns what was measured, to measure it again: mrb.bench(results.experiments, out="after")."""
         if self._experiments:
             return self._experiments
         cells: dict[tuple[str, str], list[Record]] = {}
@@ -479,7 +477,7 @@ class PlannedSweep:
         return PlannedSweep(plan=plan, out=out, executor=executor, store=store, claim=claim)
 
     def roofs(self, experiments: Sequence[Experiment], progress: bool | None = None) -> Roofs | None:
-        """What this machine can do at most; ValueError if it lacks the device of the experiments."""
+        """Returns what this machine can do at most. ValueError if it lacks the device of the experiments."""
         roofs = roofs_here(experiments, progress)
         if self.executor.name == "local":
             for experiment in experiments[:1]:
@@ -634,8 +632,8 @@ class CheckReport(Displayed):
     def select(
         self, op: str, implementation: str, folders: Sequence[Path], *, quick: bool = False
     ) -> CheckReport:
-        """What is to check; nothing is yet. ValueError if there is no such thing. quick: only the first case
-        of each implementation that is our own."""
+        """Chooses what to check and checks nothing yet. ValueError if there is no such thing. quick: only the
+        first case of each implementation that is our own."""
         with torch_threads(1):
             outside = found_outside(folders)
             self.wanted, self.rows = select(op, implementation, self.dtypes, self.device, outside)
@@ -730,7 +728,7 @@ class Trainings(Displayed):
         weakref.finalize(self, keeps.close)
 
     def pareto(self) -> Pareto:
-        """What each rule of a study reached and what it cost."""
+        """Returns what each rule of a study reached and what it cost."""
         return pareto(self.folder)
 
     def model(self, rule: str, seed: int = 0) -> Decoder:

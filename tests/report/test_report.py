@@ -26,7 +26,7 @@ from moe_routing_bench.report.page import HERE, make_page, plain, render
 from moe_routing_bench.report.reading import Material, read
 from moe_routing_bench.report.tables import ranking, regret_table
 from moe_routing_bench.results.folder import Session
-from moe_routing_bench.results.repeating import command_of
+from moe_routing_bench.results.read import command_of
 from repository import ROOT
 from sample_runs import OTHER_MACHINE, add_cell, make_run
 

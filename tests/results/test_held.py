@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moe_routing_bench.bench.verdict import compare
-from moe_routing_bench.results import verify as held
+from moe_routing_bench.results import read as held
 from moe_routing_bench.results.folder import iterate
 from moe_routing_bench.results.query import run_query
 from moe_routing_bench.results.read import RECORDS, LeftOut

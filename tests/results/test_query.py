@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+import multiprocessing.connection
 import os
 import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import duckdb
+import psutil
 import pytest
 
 from moe_routing_bench.results import parquet as flat
@@ -354,6 +357,51 @@ def test_the_caller_of_a_query_over_large_results_may_write(
         run_query(folder, "SELECT * FROM recrods")
     assert large_left_out == small_left_out and large_left_out.count == 1
     assert resource.RLIMIT_FSIZE not in limits
+
+
+TYPES = """1::HUGEINT << 100, 0.5, NULL, true, 'a', '\\x00\\xff'::BLOB, 1.25::DECIMAL(9, 2),
+DATE '2026-11-18', TIME '21:50:00.5', TIMESTAMP '2026-11-18 21:50:00.25', INTERVAL 90 MINUTE, [1, NULL],
+'6f9619ff-8b86-d011-b42d-00c04fc964ff'::UUID, {'list': [1], 'b': {'c': 2.5}}, MAP {1: 'one'}"""
+
+
+def test_values_of_every_type_come_back_from_a_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing that it sends is unpickled."""
+    compact(folder)
+    expected = run_query(folder, f"SELECT {TYPES} FROM range(3)")
+    monkeypatch.setattr(query, "MAX_COPIED_BYTES", 0)
+    monkeypatch.setattr(multiprocessing.connection.Connection, "recv", None)
+    columns, rows = run_query(folder, f"SELECT {TYPES} FROM range(3)")
+    assert (columns, rows) == expected
+    assert [type(cell) for cell in rows[0]] == [type(cell) for cell in expected[1][0]]
+
+
+def test_a_process_ends_with_its_parent(folder: Path) -> None:
+    compact(folder)
+    code = (
+        "import sys\n"
+        "from moe_routing_bench.results import query\n"
+        "query.MAX_COPIED_BYTES = 0\n"
+        "query.run_query(sys.argv[1], 'SELECT count(*) FROM range(1000000000) a, range(1000000) b "
+        "WHERE a.range * b.range % 7 = 3')\n"
+    )
+    parent = psutil.Popen([sys.executable, "-c", code, str(folder)])
+    try:
+        children, until = [], time.monotonic() + 120
+        while not any(map(maps_duckdb, children)) and time.monotonic() < until:
+            time.sleep(0.1)
+            children = parent.children(recursive=True)
+        assert any(map(maps_duckdb, children))
+    finally:
+        parent.kill()
+        parent.wait()
+    assert not psutil.wait_procs(children, timeout=20)[1]
+
+
+def maps_duckdb(process: psutil.Process) -> bool:
+    try:
+        return "duckdb" in Path(f"/proc/{process.pid}/maps").read_text()
+    except OSError:
+        return False
 
 
 def test_a_forged_copy_is_made_anew(folder: Path) -> None:

@@ -13,7 +13,7 @@ from moe_routing_bench.results.decisions import decide
 from moe_routing_bench.results.folder import Session
 from moe_routing_bench.results.history import WHERE
 from moe_routing_bench.results.query import run_query
-from moe_routing_bench.results.repeating import measurable
+from moe_routing_bench.results.read import measurable
 from sample_records import a_record
 from sample_runs import add_cell
 

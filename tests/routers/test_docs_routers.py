@@ -1,4 +1,4 @@
-"""docs/routers.md: a row for every router, columns that equal the code, claims that hold."""
+"""docs/routers.md and the table of the reference: every router, its formula, claims that hold."""
 
 from __future__ import annotations
 
@@ -18,13 +18,6 @@ from repository import ROOT
 TEXT = (ROOT / "docs" / "routers.md").read_text()
 
 
-def table(heading: str) -> dict[str, list[str]]:
-    """The cells of the first table under a heading, by the rule in the first cell."""
-    part = TEXT.split(f"## {heading}\n")[1].split("\n## ")[0]
-    lines = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("| `")]
-    return {cells[0].strip(" `"): [cell.strip() for cell in cells[1:]] for cells in lines}
-
-
 def cost_script() -> ModuleType:
     path = ROOT / "measurements" / "routers" / "router_cost.py"
     spec = importlib.util.spec_from_file_location("router_cost", path)
@@ -34,48 +27,25 @@ def cost_script() -> ModuleType:
     return module
 
 
-def test_the_reference_has_the_formula_of_every_router() -> None:
-    reference = (ROOT / "docs" / "reference" / "routers.md").read_text()
+def test_every_router_has_a_formula() -> None:
     for name, rule in all_routers().items():
         module = sys.modules[rule.__module__]
-        assert f"automodule:: {module.__name__}\n" in reference, name
         assert re.search(r"^    \S", module.__doc__ or "", re.M), f"{name} has no formula"
 
 
-def test_the_map_says_what_the_code_says() -> None:
-    rows = table("From rule to layout to kernel")
-    assert sorted(rows) == sorted(all_routers())
-    for name, (experts, groups, *_) in rows.items():
-        rule = all_routers()[name]
-        assert (experts, groups) == (rule.experts_per_token, rule.groups), name
+def test_the_map_names_the_rules_that_see_later_tokens() -> None:
     leaks = re.search(r"\*\*Not causal\.\*\* (.*?) let later", TEXT, re.S)
     assert leaks is not None
     not_causal = {name for name, rule in all_routers().items() if not rule.causal}
     assert set(re.findall(r"`(\w+)`", leaks[1])) == not_causal
 
 
-def number(text: str) -> tuple[float, float]:
-    """ "2 + 3 a round" -> (2, 3): always, and more in training."""
-    always, _, training = text.partition("+")
-    return float(always), float(training.split()[0]) if training else 0.0
-
-
-def test_the_costs_are_those_of_the_measurement() -> None:
-    rows = table("What routing costs")
-    work = cost_script().WORK
-    assert sorted(rows) == sorted(work) == sorted(all_routers())
-    for name, (projections, passes, token_sorts, expert_sorts, parameters, balanced) in rows.items():
-        one = work[name]
-        assert float(projections) == one.projections, name
-        assert number(passes) == (one.passes, one.passes_training), name
-        assert number(token_sorts) == (one.token_sorts, 0), name
-        assert number(expert_sorts) == (one.expert_sorts, one.expert_sorts_training), name
-        router = build(name, 16, 8, all_routers()[name].fixed_K or 2)
-        count = sum(value.numel() for value in router.parameters())
-        assert {"none": 0, "2 D E": 256, "D S + 1": 129}.get(parameters, 128) == count, name
-        controller = all_routers()[name].controller
-        assert ("controller" in balanced) == (controller is not None), name
-        assert controller is None or f"controller {controller}" in balanced, name
+def test_the_reference_has_the_facts_of_every_router() -> None:
+    script = cost_script()
+    head, rows = script.reference()
+    assert sorted(row[0].strip("`") for row in rows) == sorted(script.WORK) == sorted(all_routers())
+    assert all(len(row) == len(head) for row in rows)
+    assert "\n{{facts}}\n" in (ROOT / "docs" / "reference" / "routers.md").read_text()
 
 
 def routed(name: str, T: int, E: int, K: int, *, training: bool = True, **options: int) -> Routing:

@@ -13,7 +13,7 @@ import pytest
 
 from moe_routing_bench.results.compare import LIKE
 from moe_routing_bench.results.parquet import COLUMNS
-from moe_routing_bench.results.same_case import SAME_CASE, told_apart
+from moe_routing_bench.results.winners import SAME_CASE, told_apart
 from moe_routing_bench.workloads.axes import axes_of
 from moe_routing_bench.workloads.experiment import Experiment
 from repository import SOURCE

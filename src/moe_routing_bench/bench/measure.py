@@ -275,7 +275,7 @@ class _Rounds:
             del self.measured.samples[series]
 
     def _remove(self, implementation: ImplementationRef) -> None:
-        """Its series take no more turns; hosts that have no others end."""
+        """Ends the turns of an implementation's series, and hosts that have no others."""
         mine = [series for series in self.lineup if series.owner == implementation]
         for series in mine:
             self.lineup.remove(series)
@@ -331,7 +331,7 @@ class _Rounds:
         return self.setup.judging_seconds([series.implementation for series in self.alive])
 
     def _last_oracles(self) -> float:
-        """What the last checks add to the samples: their right results, unless they are known (_finish)."""
+        """Estimates the seconds for the right results of the last checks, unless they are known (_finish)."""
         outside, known = self.setup.outside, self.setup.judge.knows
         asked = [
             series.implementation
@@ -442,5 +442,5 @@ class MemoryWatch:
             raise ImplementationError(Status.SUSPECT, reason)
 
     def forget(self, series: Series) -> None:
-        """Its process is a new one."""
+        """Forgets what is known of a process, because there is a new one."""
         self._seen.pop(series, None)

@@ -168,7 +168,7 @@ def distribution_version(package: str) -> str:
 
 @cache
 def compiler_version() -> str:
-    """Of the compiler here, and of the one that made the libraries of the wheel."""
+    """Returns the version of the compiler here, and of the one that made the libraries of the wheel."""
     of_wheel = [path.read_text() for path in PREBUILT.glob("compiler.txt")]
     if (path := compiler()) is None:
         return "".join(of_wheel)

@@ -158,7 +158,7 @@ def calibrate(host: Host, series: Series, numbers: Numbers, most: int) -> tuple[
 
 
 def _checks(implementation: ImplementationRef, about: Described, setup: Setup) -> tuple[str, ...]:
-    """What an implementation that passed was checked for, here and in the rounds."""
+    """Lists what an implementation that passed was checked for, here and in the rounds."""
     span, outside = span_named(setup.experiment.span), implementation in setup.outside
     timed_by_parent = outside and setup.can_freeze
     ran = {

@@ -368,7 +368,7 @@ def _rounds_for_p(rounds: int, p: float, q: float, alpha: float) -> float:
 
 
 def _interval(log: Floats, confidence: float, seed: int) -> tuple[float, float]:
-    """What scipy.stats.bootstrap(method="percentile") gives, number for number, in a tenth of its time: from
+    """Returns the numbers of scipy.stats.bootstrap(method="percentile") in a tenth of its time: from
     the smallest value up, how much of each resample has been seen? Half of it is seen at its median."""
     rounds, order = len(log), np.argsort(log)
     times_NR = _drawn(rounds, seed)

@@ -52,7 +52,7 @@ GROUPS = {
             "report": Place("report", "Make one page of figures and tables from results folders."),
             "compare": Place("compare", "Show what became faster or slower between two runs."),
             "gate": Place("compare", "Fail with exit code 1 if anything became slower, for CI."),
-            "history": Place("history", "Show at which commit something became faster or slower."),
+            "history": Place("compare", "Show at which commit something became faster or slower."),
             "regret": Place("decide", 'Show how much slower impl="auto" is than the fastest.'),
             "export": Place("query", "Write all records of a folder as Parquet or CSV."),
             "merge": Place("merge", "Merge the results folders of several machines into one."),
@@ -86,7 +86,7 @@ GROUPS = {
             "profile": Place("profile", "Show where the time of a MoE block goes."),
             "freeze": Place("freeze", "Pack the experts of a checkpoint, and show bytes and error."),
             "formats": Place("formats", "Show how much accuracy weights of 8 and 4 bits lose."),
-            "kernels": Place("kernels", "Write our kernels as a folder for Hugging Face's `kernels`."),
+            "kernels": Place("freeze", "Write our kernels as a folder for Hugging Face's `kernels`."),
         },
         """
   mrb model trace record --model ./Qwen3-30B-A3B --text a.txt --out t.safetensors

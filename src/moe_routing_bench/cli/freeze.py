@@ -1,4 +1,4 @@
-"""mrb model freeze: packs the experts of a checkpoint, and shows bytes, error and time."""
+"""mrb model freeze and kernels: the experts of a checkpoint packed; our kernels as a folder for others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from moe_routing_bench.cli.options import Json, fail, show_json, user_mistakes
 from moe_routing_bench.cli.trace import loaded_model
 from moe_routing_bench.core.frozen import Freezing, Frozen, freezing
+from moe_routing_bench.models.hub_folder import export_folder
 from moe_routing_bench.moe.layer import with_format
 from moe_routing_bench.report.console import fitted, show, spinner
 
@@ -74,3 +75,20 @@ def _own(module: Any) -> Freezing | None:
     """Returns what freezing did to a module that holds frozen weights itself."""
     holds = any(isinstance(weight, Frozen) for weight in module.parameters(recurse=False))
     return freezing(module) if holds else None
+
+
+def kernels_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The new folder to write.")],
+) -> None:
+    """Write our kernels as a folder for Hugging Face's `kernels`.
+
+    \b
+    Example:
+      mrb model kernels DIR
+    """
+    with user_mistakes():
+        try:
+            written = export_folder(folder)
+        except OSError as error:
+            raise ValueError(f"cannot write {folder}: {error.strerror}") from None
+    show(f"{folder}: {', '.join(f'{variant} ({count} files)' for variant, count in written.items())}")

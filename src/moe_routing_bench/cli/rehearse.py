@@ -101,7 +101,7 @@ def rehearse_command(
 
 
 def _unexpected(outcomes: list[CellOutcome]) -> str:
-    """Who neither passed nor said that it cannot run here."""
+    """Returns the implementations that neither passed nor said that they cannot run here."""
     return "; ".join(
         f"{outcome.experiment.case}: {one.label} is {one.status} ({one.reason})"
         for outcome in outcomes

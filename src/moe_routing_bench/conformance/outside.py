@@ -11,7 +11,6 @@ a stream of answers.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -30,7 +29,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from moe_routing_bench.core.fork_server import fork_server, without_main_module
+from moe_routing_bench.core.fork_server import fork_server, settle, without_main_module
 from moe_routing_bench.core.names import MistakeError
 from moe_routing_bench.core.text import ending, printable
 from moe_routing_bench.ops.registry import BUILT_IN, NO_IMPLEMENTATIONS, all_ops, files_of
@@ -59,10 +58,16 @@ class IsolatedError(Exception):
 
 
 def answers(
-    function: Callable[..., Iterator[Any]], *arguments: Any, include: Sequence[Path], answer: type[A]
-) -> Iterator[A]:
-    """What `function(*arguments)` yields, as `answer`, with the folders `include` included. The function is a
-    top-level one of ours, and yields what JSON can hold. MistakeError if it raised one."""
+    function: Callable[..., Iterator[Any]], *arguments: Any, answer: type[A], include: Sequence[Path] = (),
+    seconds: float = SECONDS, most_bytes: int = MAX_ANSWER_BYTES,
+) -> Iterator[A]:  # fmt: skip
+    """Yields what `function(*arguments)` yields in a process of its own, as `answer`. MistakeError if it
+    raised one.
+
+    function: a top-level one of ours, which yields what JSON can hold
+    include: folders that the process includes
+    seconds, most_bytes: limits between two answers, and of one
+    """
     scratch = Path(tempfile.mkdtemp(prefix="mrb-isolated-"))
     context = fork_server(__name__)
     ours, theirs = context.Pipe(duplex=False)
@@ -76,7 +81,7 @@ def answers(
         with without_main_module():
             process.start()
         theirs.close()
-        for line in _lines(ours, process, scratch):
+        for line in _lines(ours, process, scratch, seconds, most_bytes):
             try:
                 given = json.loads(line)
                 if isinstance(given, dict) and given.keys() == {"ended"}:
@@ -98,14 +103,14 @@ def answers(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _lines(pipe: Connection, process: Any, scratch: Path) -> Iterator[bytes]:
+def _lines(pipe: Connection, process: Any, scratch: Path, seconds: float, most_bytes: int) -> Iterator[bytes]:
     """Lines as they come; IsolatedError if there is none in time, or no more before the answer has ended."""
-    pending, deadline = b"", time.monotonic() + SECONDS
+    pending, deadline = b"", time.monotonic() + seconds
     os.set_blocking(pipe.fileno(), False)
     while True:
         ready = wait([pipe, process.sentinel], timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise IsolatedError(f"it did not answer within {SECONDS:g} s and was stopped")
+            raise IsolatedError(f"it did not answer within {seconds:g} s and was stopped")
         try:
             piece = os.read(pipe.fileno(), 1 << 16)
         except BlockingIOError:  # it has ended, and all that it wrote was read
@@ -116,10 +121,10 @@ def _lines(pipe: Connection, process: Any, scratch: Path) -> Iterator[bytes]:
             how = "closed the pipe for its answer and went on" if code is None else ending(code)
             raise IsolatedError(f"its process {how}{_last_words(scratch)}")
         *lines, pending = (pending + piece).split(b"\n")
-        if len(pending) > MAX_ANSWER_BYTES or any(len(line) > MAX_ANSWER_BYTES for line in lines):
+        if len(pending) > most_bytes or any(len(line) > most_bytes for line in lines):
             raise IsolatedError("its answer is too long")
         for line in lines:
-            deadline = time.monotonic() + SECONDS
+            deadline = time.monotonic() + seconds
             yield line
 
 
@@ -168,22 +173,13 @@ def _serve(
 
 
 def _settle(scratch: Path, pipe: int) -> None:
-    """Its own process group and log, a memory cap; it dies when its parent dies, and holds no other file."""
-    os.setsid()
+    """Settles the process, and limits its memory and its log."""
+    settle(scratch, (pipe,))
     if sys.platform == "linux":
-        for other in [int(name) for name in os.listdir("/proc/self/fd")]:  # noqa: PTH208
-            if other > 2 and other != pipe:
-                with contextlib.suppress(OSError):
-                    os.close(other)
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY_BYTES, now + MEMORY_BYTES))
-    log = os.open(scratch / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for place, source in ((0, nothing), (1, log), (2, log)):
-        os.dup2(source, place)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.dup2(nothing, 0)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, 1 << 30))  # the log of what prints without end
 
 

@@ -7,14 +7,18 @@ imported. So it is set up here alone.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import multiprocessing.forkserver as forkserver
 import os
+import resource
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from types import ModuleType
 
 OTHER_SETTINGS = "was given other cores or another priority"
@@ -74,13 +78,13 @@ def settings_of(pid: int) -> Settings | None:
 
 
 def expected_settings(cores: tuple[int, ...]) -> Settings | None:
-    """What a worker on these cores must have: for the rest, what the server began with."""
+    """Returns the settings that a worker on these cores must have: the rest is what the server began with."""
     usual = _begun_with[server_pid()]
     return usual if usual is None or not cores else replace(usual, cores=frozenset(cores))
 
 
 def server_harm() -> str:
-    """What somebody did to the server, in words, and empty if nothing. It is undone if this process may."""
+    """Says what somebody did to the server, and undoes it if this process may. Empty if nothing."""
     pid = server_pid()
     usual, now = _begun_with[pid], settings_of(pid)
     if usual is None or now is None or now.fits(usual):
@@ -102,3 +106,23 @@ def without_main_module() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+def settle(scratch: Path, keep: Collection[int]) -> None:
+    """Gives this child process its own group and the log `scratch`/log, and makes it die with its parent.
+
+    It closes all other files but `keep`, so that kernels cannot write to those of the server.
+    """
+    os.setsid()
+    if sys.platform == "linux":
+        for fd in [int(name) for name in os.listdir("/proc/self/fd")]:  # noqa: PTH208
+            if fd > 2 and fd not in keep:
+                with suppress(OSError):
+                    os.close(fd)
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    log = os.open(scratch / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -118,7 +118,7 @@ def short_label(label: str) -> str:
 
 
 def slots_of(router: str, *, T: int, E: int, K: int, sequences: int) -> str:
-    """What Soft-MoE computes instead of K experts for each token, to be shown beside its time:
+    """Says what Soft-MoE computes instead of K experts for each token, to show beside its time:
     "128 slots, 25 % of the pairs" for soft_moe(slots_per_expert=8) with T=256, E=16, K=2. Empty for
     others."""
     if (match := re.match(r"soft_moe\b(?:.*\bslots_per_expert=(\d{1,9})\b)?", router)) is None:

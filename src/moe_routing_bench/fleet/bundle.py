@@ -33,10 +33,9 @@ from moe_routing_bench.core.text import first_problem, one_line
 from moe_routing_bench.core.whole_files import written_whole
 from moe_routing_bench.results.folder import ENVIRONMENTS, environments, iterate
 from moe_routing_bench.results.parquet import end_of_last_line
-from moe_routing_bench.results.read import RECORDS, LeftOut, is_plain_file, session_folders
+from moe_routing_bench.results.read import RECORDS, SAMPLES, LeftOut, is_plain_file, session_folders
 from moe_routing_bench.results.recompute import check_cells
 from moe_routing_bench.results.record import SESSION, Amount, Count, Hash, Name, RecordPart
-from moe_routing_bench.results.verify import SAMPLES
 
 MANIFEST, POWER = "manifest.json", "power.json"
 SUFFIX = ".zip"

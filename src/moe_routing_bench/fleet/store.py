@@ -33,10 +33,9 @@ from moe_routing_bench.fleet.segments import Entry, Refused, cell_of, fetched, s
 from moe_routing_bench.results.folder import ENVIRONMENTS, MAX_ENVIRONMENT_BYTES
 from moe_routing_bench.results.objects import Listed, Objects
 from moe_routing_bench.results.parquet import COLUMNS_HASH
-from moe_routing_bench.results.read import RECORDS
+from moe_routing_bench.results.read import RECORDS, SAMPLES
 from moe_routing_bench.results.record import Record, canonical_json, content_hash
 from moe_routing_bench.results.tables import READING, ROWS, TAIL, Manifest, Reading, stores
-from moe_routing_bench.results.verify import SAMPLES
 
 MAX_SAMPLES_BYTES = 1 << 40  # of a session; a record that says more has no samples in the copy
 

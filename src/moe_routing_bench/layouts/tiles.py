@@ -104,7 +104,7 @@ def look_at_copy(
 
 
 def faults(copy: Copy, *, width_bits: int = WIDEST, copies: int = 1) -> list[str]:
-    """What is wrong with a copy, in sentences; empty if it could not be better.
+    """Says what is wrong with a copy; empty if it could not be better.
 
     `copies`: how many threads should hold each place. With extra threads, Triton lets several hold the same
     place and stores from one of them.
@@ -134,7 +134,7 @@ def coordinate_layout(*sizes: int) -> Layout:
 
 
 def tile_faults(tiles: Layout, sizes: Sequence[int], *, guarded: bool = True) -> list[str]:
-    """What is wrong with a division of coordinate_layout(*sizes) into (place in a tile, tile).
+    """Says what is wrong with a division of coordinate_layout(*sizes) into (place in a tile, tile).
 
     tile_faults(zipped_divide(coordinate_layout(10, 8), [4, 8]), (10, 8)) -> []
     `guarded`: the kernel masks coordinates outside the edge; else they are a fault.

@@ -272,7 +272,7 @@ class TransformersBlock:
         return self.layer(x_BND, **self._positions(x_BND, by))
 
     def attend(self, h_BND: Tensor, by: Rotary | None = None) -> Tensor:
-        """Its attention alone, on the output of its first norm."""
+        """Runs its attention alone, on the output of its first norm."""
         return self.layer.self_attn(h_BND, **self._positions(h_BND, by))[0]
 
     def _positions(self, x_BND: Tensor, by: Rotary | None) -> dict[str, Any]:

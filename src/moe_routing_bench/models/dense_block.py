@@ -95,7 +95,7 @@ class DenseBlock(nn.Module):
 
 
 def angles(N: int, A: int, like: Tensor) -> Rotary:
-    """Of positions 0 to N - 1, in at least float32."""
+    """Returns the angles of positions 0 to N - 1, in at least float32."""
     wide = like.new_empty((), dtype=torch.promote_types(like.dtype, torch.float32))
     cos_NA, sin_NA = rotary(N, A, THETA, wide)
     return Rotary(cos_MC=cos_NA[:, : A // 2].contiguous(), sin_MC=sin_NA[:, : A // 2].contiguous())

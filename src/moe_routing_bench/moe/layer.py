@@ -283,7 +283,7 @@ class MoE(nn.Module):
 
     @property
     def implementation(self) -> str:
-        """What runs with the current dtype, device and grad mode; for "auto" also why.
+        """Says what runs with the current dtype, device and grad mode; for "auto" also why.
 
         "make_plan.native (auto: preferred on amx (decisions are off): ...) + expert_ffn.staged(...)"
         """
@@ -347,7 +347,8 @@ class MoE(nn.Module):
 
     @property
     def frozen(self) -> Freezing | None:
-        """What freeze() did: bytes before and after, and the expected error; None if nothing is frozen."""
+        """Returns what freeze() did: bytes before and after, and the expected error; None if nothing is
+        frozen."""
         return freezing(self)
 
     def thaw(self) -> MoE:

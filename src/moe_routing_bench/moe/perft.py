@@ -173,7 +173,7 @@ class Perft(nn.Module):
         return y_TD.view(x.shape), Routings(routings)
 
     def adapter_state_dict(self) -> dict[str, Tensor]:
-        """Only the new parameters, to be saved after fine-tuning."""
+        """Returns the new parameters alone, to be saved after fine-tuning."""
         return {name: value for name, value in self.state_dict().items() if not name.startswith("moe.")}
 
     def load_adapter_state_dict(self, state: Mapping[str, Tensor]) -> None:

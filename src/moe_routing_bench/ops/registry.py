@@ -206,8 +206,8 @@ class Op:
         return not ROUTED.isdisjoint(self.parameters())
 
     def arguments(self, source: object) -> dict[str, Any]:
-        """Its arguments by name, read from attributes of `source`: a case of the kit, a call of the benchmark
-        or the shapes of `mrb explain`. So a new operation needs no code in any of them."""
+        """Returns its arguments by name, read from attributes of `source`: a case of the kit, a call of the
+        benchmark or the shapes of `mrb explain`. So a new operation needs no code in any of them."""
         try:
             return {name: getattr(source, name) for name in self.parameters()}
         except AttributeError as missing:

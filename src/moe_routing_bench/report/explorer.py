@@ -13,8 +13,8 @@ from moe_routing_bench.report.drawing import COLOURS, label
 from moe_routing_bench.report.page import plain
 from moe_routing_bench.report.reading import Cell, Material, ratio_of
 from moe_routing_bench.report.tables import verdict_of
+from moe_routing_bench.results.read import command_of
 from moe_routing_bench.results.record import Record
-from moe_routing_bench.results.repeating import command_of
 
 
 def explorer(material: Material) -> str:

@@ -20,11 +20,10 @@ from moe_routing_bench.core.names import base_name, did_you_mean, slots_of
 from moe_routing_bench.core.text import printable
 from moe_routing_bench.report.ceiling import ceilings
 from moe_routing_bench.report.console import columns_here, console, fitted_rows, recorded, show
-from moe_routing_bench.results.answers import BEST
 from moe_routing_bench.results.parquet import COLUMNS, quoted
 from moe_routing_bench.results.query import JOINED, run_query
 from moe_routing_bench.results.read import LeftOut, RecordCount
-from moe_routing_bench.results.same_case import told_apart
+from moe_routing_bench.results.winners import BEST, told_apart
 
 Answer: TypeAlias = tuple[list[str], list[tuple[Any, ...]]]  # names of columns, rows
 MAX_SHOWN = 1_000

@@ -35,8 +35,8 @@ from moe_routing_bench.report.tables import (
 )
 from moe_routing_bench.report.tuning_figures import gains, knob_map, top_ten, tuned
 from moe_routing_bench.report.winners import MEANING, Hovers, answer, decided, leads, winner_map
+from moe_routing_bench.results.read import command_of
 from moe_routing_bench.results.record import Record
-from moe_routing_bench.results.repeating import command_of
 from moe_routing_bench.train.pareto import sentences
 
 HERE = Path(__file__).parent

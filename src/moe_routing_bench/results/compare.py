@@ -32,9 +32,8 @@ from moe_routing_bench.bench.status import Status
 from moe_routing_bench.bench.verdict import CONFIDENCE, DELTA, DIGITS, MIN_ROUNDS, OPEN, RESAMPLES, Verdict
 from moe_routing_bench.core.names import by_numbers, did_you_mean
 from moe_routing_bench.results.folder import CellRun, Run, read_run, samples_of
-from moe_routing_bench.results.read import LeftOut
+from moe_routing_bench.results.read import LeftOut, command_of
 from moe_routing_bench.results.record import Record
-from moe_routing_bench.results.repeating import command_of
 from moe_routing_bench.workloads.axes import Group, axes_of, names_of
 from moe_routing_bench.workloads.experiment import Experiment
 
@@ -134,7 +133,8 @@ def _likeness(one: MeasuredOnce) -> tuple[str, ...]:
 
 
 def question(one: MeasuredOnce) -> tuple[object, ...]:
-    """What a user asked for, without versions: two runs with other versions answer the same question."""
+    """Returns what a user asked for, without versions: two runs with other versions answer the same
+    question."""
     versions = ("torch", "python", "settings", "contract", "routing")
     asked = tuple(value(one) for name, (_, value) in LIKE.items() if name not in versions)
     return (*one.identity, *asked)

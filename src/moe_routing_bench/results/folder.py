@@ -40,9 +40,15 @@ from numpy.typing import ArrayLike, NDArray
 from moe_routing_bench.core.text import one_line
 from moe_routing_bench.core.whole_files import sync_folder, write_whole
 from moe_routing_bench.results.parquet import fold, sources
-from moe_routing_bench.results.read import RECORDS, LeftOut, is_plain_file, read_records, session_folders
+from moe_routing_bench.results.read import (
+    RECORDS,
+    SAMPLES,
+    LeftOut,
+    is_plain_file,
+    read_records,
+    session_folders,
+)
 from moe_routing_bench.results.record import Record, SamplesFile, canonical_json, content_hash
-from moe_routing_bench.results.verify import SAMPLES
 
 ENVIRONMENTS = "environments"
 MAX_ENVIRONMENT_BYTES = 1 << 20

@@ -32,7 +32,7 @@ from moe_routing_bench.results.compare import Kind
 from moe_routing_bench.results.folder import environments
 from moe_routing_bench.results.query import run_query
 from moe_routing_bench.results.read import LeftOut
-from moe_routing_bench.results.same_case import SAME_CASE, in_sql, told_apart
+from moe_routing_bench.results.winners import SAME_CASE, in_sql, told_apart
 
 Metric: TypeAlias = Literal["ratio", "ms"]
 METRICS: dict[str, str] = {

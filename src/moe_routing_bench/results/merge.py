@@ -20,12 +20,12 @@ from moe_routing_bench.results.query import views
 from moe_routing_bench.results.read import (
     CUT_OFF,
     RECORDS,
+    SAMPLES,
     LeftOut,
     is_plain_file,
     read_records,
     session_folders,
 )
-from moe_routing_bench.results.verify import SAMPLES
 
 FILES = (SAMPLES, RECORDS)  # in this order: a record must find its samples
 CELLS = """SELECT count(*), count(*) FILTER (sessions > 1) FROM

@@ -26,9 +26,15 @@ from pydantic import AwareDatetime, BaseModel
 
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.core.whole_files import write_whole, written_whole
-from moe_routing_bench.results.read import RECORDS, LeftOut, is_plain_file, read_records, session_folders
+from moe_routing_bench.results.read import (
+    RECORDS,
+    LeftOut,
+    command_of,
+    is_plain_file,
+    read_records,
+    session_folders,
+)
 from moe_routing_bench.results.record import Record
-from moe_routing_bench.results.repeating import command_of
 from moe_routing_bench.workloads.axes import axes_of
 from moe_routing_bench.workloads.experiment import Experiment
 

@@ -14,22 +14,24 @@ needs a few bytes per cell and the records of cells that were measured more than
 from __future__ import annotations
 
 import json
-import multiprocessing
 import re
 import resource
 import shutil
-import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from multiprocessing.connection import Connection
+from datetime import date, datetime, timedelta
+from datetime import time as clock_time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeAlias
+from uuid import UUID
 
 import duckdb
 
-from moe_routing_bench.core.fork_server import without_main_module
+from moe_routing_bench.conformance import outside
+from moe_routing_bench.core.names import MistakeError
 from moe_routing_bench.core.text import one_line
 from moe_routing_bench.core.whole_files import written_whole
 from moe_routing_bench.results import trainings
@@ -57,6 +59,7 @@ MAX_SECONDS = 60.0
 MAX_QUERY_LETTERS = 20_000
 MAX_ROWS = 1_000_000
 MAX_ANSWER_LETTERS = 1 << 28
+ROWS_OF_A_PART = 1_000
 # the nodes of a query that only reads, as DuckDB's parser names them; COPY in a WITH is COPY_QUERY_NODE
 READING_NODES = {"SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE"}
 ONE_SELECT = (
@@ -151,35 +154,73 @@ def _answer(connection: duckdb.DuckDBPyConnection, sql: str) -> Answer:
     return columns, rows, connection.execute("SELECT lines, sentences FROM left_out").fetchall()
 
 
+class _Part(outside.Answer):
+    """A part of an answer that a process sends: its head, or some rows, by _to_json."""
+
+    columns: tuple[str, ...] = ()
+    noted: tuple[Any, ...] = ()
+    rows: tuple[Any, ...] = ()
+
+
 def _answer_of_a_process(folder: Path | str, sql: str) -> Answer:
     """Answers in another process, because the limit on writing holds for a whole process."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_send_answer, args=(theirs, str(folder), sql), daemon=True)
-    with without_main_module():
-        process.start()
-    theirs.close()
     try:
-        answer = ours.recv()
-    except EOFError:
-        process.join()
-        raise ValueError(f"the query's process ended with code {process.exitcode}; ask for less") from None
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
-    if isinstance(answer, str):
-        raise ValueError(answer)
-    return answer
+        parts = outside.answers(
+            _parts_of_answer, str(Path(folder).resolve()), sql, answer=_Part, seconds=10 * MAX_SECONDS,
+            most_bytes=8 * MAX_ANSWER_LETTERS,
+        )  # fmt: skip
+        head = next(parts)
+        rows = [tuple(map(_from_json, row)) for part in parts for row in part.rows]
+        return [*head.columns], rows, [tuple(map(_from_json, row)) for row in head.noted]
+    except outside.IsolatedError as error:
+        raise ValueError(f"the query failed: {error}; ask for less") from None
 
 
-def _send_answer(pipe: Connection, folder: str, sql: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+def _parts_of_answer(folder: str, sql: str) -> Iterator[dict[str, Any]]:
     try:
         with _locked(folder) as (connection, _), _no_writes():
-            pipe.send(_answer(connection, sql))
+            columns, rows, noted = _answer(connection, sql)
     except ValueError as sentence:
-        pipe.send(str(sentence))
+        raise MistakeError(str(sentence)) from None
+    yield {"columns": columns, "noted": [[*map(_to_json, row)] for row in noted]}
+    for start in range(0, len(rows), ROWS_OF_A_PART):
+        yield {"rows": [[*map(_to_json, row)] for row in rows[start : start + ROWS_OF_A_PART]]}
+
+
+def _to_json(value: Any) -> Any:
+    """Returns numbers and texts as they are, else the name of the type with what is in the value."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    kind = type(value).__name__
+    if isinstance(value, (list, tuple)):
+        return {kind: [*map(_to_json, value)]}
+    if isinstance(value, dict):
+        return {kind: [[_to_json(key), _to_json(inner)] for key, inner in value.items()]}
+    if isinstance(value, timedelta):
+        return {kind: [value.days, value.seconds, value.microseconds]}
+    return {kind: value.hex() if isinstance(value, bytes) else str(value)}
+
+
+def _from_json(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, inside),) = value.items()
+    return FROM_JSON[kind](inside)
+
+
+# how a value is read again, by the name of its type
+FROM_JSON: dict[str, Callable[[Any], Any]] = {
+    "list": lambda items: [*map(_from_json, items)],
+    "tuple": lambda items: tuple(map(_from_json, items)),
+    "dict": lambda pairs: {_from_json(key): _from_json(inner) for key, inner in pairs},
+    "bytes": bytes.fromhex,
+    "datetime": datetime.fromisoformat,
+    "date": date.fromisoformat,
+    "time": clock_time.fromisoformat,
+    "timedelta": lambda parts: timedelta(*parts),
+    "Decimal": Decimal,
+    "UUID": UUID,
+}
 
 
 def _one_select(connection: duckdb.DuckDBPyConnection, sql: str) -> duckdb.Statement:

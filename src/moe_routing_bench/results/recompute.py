@@ -1,7 +1,7 @@
 """Derives again what the records of a bundle say: from samples, from the experiment, from the other records
 of the cell. What follows from none of them its author claims.
 
-verify.py holds times against samples whenever records are read. Here the statistics of a whole cell are
+read.py holds times against samples whenever records are read. Here the statistics of a whole cell are
 computed again, with the same function that the runner uses: about 3 ms a comparison.
 """
 
@@ -26,8 +26,8 @@ from moe_routing_bench.core.machine import Machine
 from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.core.text import one_line
 from moe_routing_bench.results.folder import environments, iterate, samples_of
+from moe_routing_bench.results.read import command_of, measurable
 from moe_routing_bench.results.record import ComparisonFacts, Record
-from moe_routing_bench.results.repeating import command_of, measurable
 from moe_routing_bench.workloads.axes import axes_of
 from moe_routing_bench.workloads.experiment import Experiment
 
@@ -90,7 +90,7 @@ def check_cells(folder: Path) -> None:
 
 
 def _machine(machine: Mapping[str, Any]) -> str:
-    """Its name has a hash of its facts."""
+    """Compares the name of the machine with its facts, of which it has a hash."""
     known: dict[str, Any] = {field.name: machine.get(field.name) for field in fields(Machine)}
     lists = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
     derived = Machine(**{**known, **lists}).name if isinstance(known["cpu"], str) else ""
@@ -130,7 +130,7 @@ def _asked(record: Record) -> tuple[Any, Any]:
 
 
 def _alone(record: Record) -> Iterator[str]:
-    """What follows from the record's own experiment and times."""
+    """Checks what follows from the record's own experiment and times."""
     experiment, timing, protocol = record.experiment, record.timing, record.protocol
     group = experiment.case.partition("/")[0]
     if record.model != (group if group in MODELS else ""):
@@ -189,7 +189,7 @@ def _compared(
 def _partner(
     record: Record, baseline: Record, timed: Sequence[Record], seconds: Mapping[str, Floats]
 ) -> Record:
-    """The baseline, or that beside it: of several, that which gives its ratio (verify.py: one does)."""
+    """The baseline, or that beside it: of several, that which gives its ratio (read.py: one does)."""
     beside = [
         one
         for one in timed

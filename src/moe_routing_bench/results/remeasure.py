@@ -19,8 +19,8 @@ from moe_routing_bench.bench.spans.span import is_ours, span_named
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.text import one_line
 from moe_routing_bench.results.folder import environments, iterate
+from moe_routing_bench.results.read import measurable
 from moe_routing_bench.results.record import Record
-from moe_routing_bench.results.repeating import measurable
 from moe_routing_bench.workloads.axes import defaults_of, names_of
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 from moe_routing_bench.workloads.workload import file_of

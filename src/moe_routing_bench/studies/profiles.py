@@ -75,7 +75,7 @@ class Profile:
 
     @property
     def total(self) -> ProfiledOp:
-        """Of all rows together, as torch's table ends."""
+        """Returns the sum of all rows, as torch's table ends."""
         names = ("calls", "self_us", "self_device_us", "memory_bytes")
         sums = {name: sum(getattr(row, name) for row in self.rows) for name in names}
         return ProfiledOp(

@@ -332,7 +332,8 @@ def far_ranges(keys: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def default_row(M: int, name: TunedName, project: Project) -> Row | None:
-    """What the project uses for M if it has no file; None where that depends on more than the name says."""
+    """Returns what the project uses for M if it has no file; None where that depends on more than the name
+    says."""
     if name.dtype == "int4_w4a16" or name.flydsl:
         return None
     rule = _vllm_default if project == "vllm" else _sglang_default
@@ -370,7 +371,7 @@ def _sglang_default(M: int, name: TunedName) -> tuple[int, ...]:
 
 
 def _shown(row: Row | FlyRow) -> tuple[int, ...]:
-    """What both projects' rows have; the other options are hints of one maker or repeat a default."""
+    """Returns what both projects' rows have; the other options are hints of one maker or repeat a default."""
     if isinstance(row, FlyRow):
         return row.tile_m, row.tile_n, row.tile_k, row.tile_n2, row.tile_k2
     sizes = row.BLOCK_SIZE_M, row.BLOCK_SIZE_N, row.BLOCK_SIZE_K, row.GROUP_SIZE_M

@@ -166,7 +166,8 @@ class TunedFile:
         return {M: row for M, row in self.rows.items() if isinstance(row, Row)}
 
     def document(self, project: Project) -> dict[str, Any]:
-        """What the project's loader reads. vLLM's may hold a Triton version, SGLang's has it in the path."""
+        """Returns what the project's loader reads. vLLM's may hold a Triton version, SGLang's has it in the
+        path."""
         rows = {str(M): row.model_dump(exclude_unset=True) for M, row in self.rows.items()}
         head = {"triton_version": self.triton_version} if self.triton_version and project == "vllm" else {}
         return {**head, **rows}

@@ -46,7 +46,7 @@ from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
 FINALISTS = 10
 FINAL_SHARE = 0.4  # of the time of a case, to rank the best settings again
-LEAST_RACE = 3.0  # seconds; a shorter race ranks nothing
+MIN_RACE_SECONDS = 3.0  # a shorter race ranks nothing
 # a cell may use more than its budget: its last round, its last check, statistics, and 2 s of rounds at least
 OVERRUN, MARGIN = 1.2, 2.5
 TOKENS = "1,8,64,512,4096"  # of a model, if nobody says which
@@ -197,12 +197,12 @@ class Tuner(LocalExecutor):
         search, for_final = self.search(space_of(tuned.experiment)), FINAL_SHARE * case.seconds
         with suppress(StopIteration):
             asked = next(search)
-            while (left := case.left - for_final - MARGIN) > LEAST_RACE:
-                yield from race(asked.settings, max(LEAST_RACE, left * asked.share / OVERRUN))
+            while (left := case.left - for_final - MARGIN) > MIN_RACE_SECONDS:
+                yield from race(asked.settings, max(MIN_RACE_SECONDS, left * asked.share / OVERRUN))
                 asked = search.send({name: tuned.seen[name] for name in asked.settings})
         best = sorted(tuned.seen, key=tuned.seen.__getitem__)[:FINALISTS]
         best = [name for name in best if math.isfinite(tuned.seen[name])]
-        if len(best) > 1 and (left := (case.left - MARGIN) / OVERRUN) > LEAST_RACE:
+        if len(best) > 1 and (left := (case.left - MARGIN) / OVERRUN) > MIN_RACE_SECONDS:
             yield from race(best, left)
             tuned.ranked = True
 

@@ -97,12 +97,12 @@ class ImplementationRef:
 
     @staticmethod
     def read(text: str, **more: str) -> ImplementationRef:
-        """Of a name, or of frozen(name)."""
+        """Makes a reference of a name, or of frozen(name)."""
         inner = re.fullmatch(r"\s*frozen\((.*)\)\s*", text)
         return ImplementationRef(name=(inner[1] if inner else text).strip(), frozen=inner is not None, **more)
 
     def called(self, label: str) -> str:
-        """Its label as records and tables write it."""
+        """Returns its label as records and tables write it."""
         return f"frozen({label})" if self.frozen else label
 
     @property
@@ -124,7 +124,7 @@ class ImplementationRef:
 
     @property
     def question(self) -> Question:
-        """What it must compute, and how well: implementations with the same question have the same right
+        """Says what it must compute, and how well: implementations with the same question have the same right
         result and the same tolerance."""
         return self.layout, self.router, self.layer, "int8 rows" if self.int8_rows else ""
 
@@ -297,7 +297,7 @@ class Experiment:
 
     @property
     def title(self) -> str:
-        """Its case, its workload, and what is unusual."""
+        """Names its case, its workload, and what is unusual."""
         more = [] if self.direction == "forward" else [self.direction]
         more += [f"{self.W} ranks"] if self.W > 1 else []
         return " ".join((self.case or self.span, self.workload or "own router", *more))
@@ -356,7 +356,8 @@ class Experiment:
 
     @property
     def held_bytes(self) -> int:
-        """Of weights in the memory of a process: those of a stored case are also held as they were drawn."""
+        """Counts the weights in the memory of a process: those of a stored case are also held as they were
+        drawn."""
         return self.drawn_bytes * (2 if self.store else 1)
 
     @property
@@ -379,7 +380,7 @@ class Experiment:
 
     @property
     def _matrices(self) -> int:
-        """Of an expert."""
+        """Counts the matrices of an expert."""
         from moe_routing_bench.core.experts import GATED
 
         return 3 if self.activation in GATED else 2

@@ -34,5 +34,6 @@ def check_store(store: str, shape: MoEShape, *, span: str, direction: str, check
 
 @cache
 def bytes_per_weight(store: str, depth: int) -> float:
-    """Of a matrix of this depth, scales included; of 128 columns, which share a scale in fp8_block."""
+    """Returns the bytes of one weight of a matrix of this depth, scales included; of 128 columns, which share
+    a scale in fp8_block."""
     return stored.bytes_per_weight(quantise(torch.zeros(1, depth, 128), store))

@@ -121,7 +121,7 @@ def check_name(name: str) -> None:
 
 
 def parameters_of(family: str) -> list[inspect.Parameter]:
-    """What may stand in the brackets behind a family's name."""
+    """Returns what may stand in the brackets behind a family's name."""
     return [*inspect.signature(FAMILIES[family], eval_str=True).parameters.values()][1:]
 
 

@@ -1,8 +1,8 @@
-"""Child processes: the one way to start them, ask them, limit them, and say in words how they ended.
+"""Workers: the one way to start them, ask them, limit them, and say in words how they ended.
 
 Every answer of a child is validated: it is JSON of bounded size, never unpickled. A child that is late, dead
-or sends anything else is killed with all processes it started. It dies with its parent (shared_worker.py:
-settle).
+or sends anything else is killed with all processes it started. It dies with its parent
+(core/fork_server.py: settle).
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from statistics import median
 
+from moe_routing_bench.bench.hosts.drawn_inputs import Drawn, Seat, Secret
 from moe_routing_bench.bench.hosts.freezing import Strangers
 from moe_routing_bench.bench.hosts.host import Clock, Judged, Reading, Turn
-from moe_routing_bench.bench.hosts.seats import Drawn, Seat, Secret
 from moe_routing_bench.bench.inputs import ROUTINGS
 from moe_routing_bench.bench.series import Series
 from moe_routing_bench.bench.setup import NEAR, Setup

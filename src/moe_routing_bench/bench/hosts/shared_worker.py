@@ -8,12 +8,10 @@ the results, and measures every timed span with its own clock too.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
 import resource
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -36,6 +34,7 @@ from moe_routing_bench.bench.kit import kit_results, run_kit
 from moe_routing_bench.bench.loaded import LoadedFiles
 from moe_routing_bench.bench.spans.span import is_ours, span_named
 from moe_routing_bench.conformance.check import poisoned_memory
+from moe_routing_bench.core import fork_server
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.ops.registry import BUILT_IN
 from moe_routing_bench.routers.router import include_folder
@@ -263,24 +262,11 @@ def settle(
     experiment: Experiment, scratch: Path, pipe: int, cores: tuple[int, ...], keep: Sequence[int] = ()
 ) -> None:
     """Gives the process its own group and log, pins its threads, limits its memory, and makes it die with its
-    parent.
+    parent (core/fork_server.py).
 
     keep: open files that stay open.
     """
-    os.setsid()
-    # close the fork server's files, so that kernels cannot write to them
-    for fd in [int(name) for name in os.listdir("/proc/self/fd")] if sys.platform == "linux" else []:  # noqa: PTH208
-        if fd > 2 and fd not in (pipe, *keep):
-            with contextlib.suppress(OSError):
-                os.close(fd)
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    log = os.open(scratch / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    fork_server.settle(scratch, (pipe, *keep))
     # Transformers imports scipy late, and the threads of its OpenBLAS would be taken for a kernel's
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # its pool of processes would be taken for a kernel's

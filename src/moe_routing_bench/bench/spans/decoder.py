@@ -121,7 +121,7 @@ class DecoderSpan(Span):
     def stages(
         self, implementation: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]
     ) -> Iterator[Stage]:
-        """Of our own block; the others are one call."""
+        """Returns the stages of our own block; the others are one call."""
         block, _ = _implementation_block(implementation, inputs)
         if not isinstance(block, DenseBlock) or implementation.name == "compiled":
             return
@@ -152,7 +152,7 @@ class DecoderSpan(Span):
         return Computation(run=lambda x_BND: block(x_BND, by))
 
     def facts(self, implementation: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
-        """Of the seven operations; values between them need not leave the caches."""
+        """Adds the facts of the seven operations; values between them need not leave the caches."""
         cost = Cost()
         for op, calls in _arguments(inputs.experiment).items():
             cost = sum((all_ops()[op].cost(*args) for args in calls), cost)
@@ -171,7 +171,7 @@ def _sequences(case: Experiment) -> tuple[int, int, int]:
 
 
 def _picked(implementation: ImplementationRef, case: Experiment) -> dict[str, list[Implementation]]:
-    """What computes each call of each operation; nothing for Transformers' block."""
+    """Returns what computes each call of each operation; nothing for Transformers' block."""
     name, options = parse_block(implementation.name, OPTIONS)
     if name == "transformers":
         return {}
@@ -185,7 +185,7 @@ def _picked(implementation: ImplementationRef, case: Experiment) -> dict[str, li
 
 @cache
 def _arguments(case: Experiment) -> dict[str, list[tuple[Any, ...]]]:
-    """What the seven operations are called with, by size. Nothing touches their memory."""
+    """Returns the arguments of the seven operations, by size. Nothing touches their memory."""
 
     def floats(*size: int) -> Tensor:
         return torch.empty(size, dtype=DTYPES[case.dtype])

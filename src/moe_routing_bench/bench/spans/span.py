@@ -169,7 +169,7 @@ class Span:
         return inputs.at(number, step, implementation.layout)
 
     def arguments(self, call: Call) -> dict[str, Any]:
-        """What the call reads, by name, in order."""
+        """Returns what the call reads, by name, in order."""
         raise NotImplementedError
 
     def built(self, implementation: ImplementationRef, inputs: Inputs) -> Computation:
@@ -223,7 +223,7 @@ class Span:
         return None
 
     def sizes(self, case: Experiment) -> list[str]:
-        """What a reader must know of the case, in words for one line: its sizes, its routing."""
+        """Describes the case in one line: its sizes and its routing."""
         s = case.shape
         return [f"T={s.T} D={s.D} F={s.F} E={s.E} K={s.K}", case.workload or "own router"]
 

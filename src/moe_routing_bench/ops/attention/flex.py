@@ -14,7 +14,7 @@ from moe_routing_bench.ops import inductor
 from moe_routing_bench.ops.attention.op import Rotary, rotated
 
 FORWARD_ONLY = COMPILES = True
-MOST_PROGRAMS = 256  # torch.compile gives up after 8
+MAX_PROGRAMS = 256  # torch.compile gives up after 8
 _compiled_for: set[tuple[object, ...]] = set()
 
 
@@ -59,7 +59,7 @@ def run(
     )
     program = (q.shape, k.shape, q.dtype, causal, window, torch.get_num_threads())
     limit = (
-        torch._dynamo.config.patch(recompile_limit=MOST_PROGRAMS)
+        torch._dynamo.config.patch(recompile_limit=MAX_PROGRAMS)
         if program not in _compiled_for
         else nullcontext()
     )

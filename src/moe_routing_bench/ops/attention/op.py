@@ -56,7 +56,7 @@ def rotated(x: Tensor, rotary: Rotary | None) -> Tensor:
 
 
 def attended(q_NA: Tensor, k_MA: Tensor, v_MA: Tensor, seen_NM: Tensor | None) -> Tensor:
-    """Of one head, or of many with more dimensions in front."""
+    """Computes one head, or many with more dimensions in front."""
     score_NM = q_NA @ k_MA.transpose(-1, -2) * q_NA.shape[-1] ** -0.5
     score_NM = score_NM.to(torch.promote_types(score_NM.dtype, torch.float32))
     if seen_NM is None:
