@@ -120,7 +120,7 @@ def frozen_and_thawed(group: Any) -> list[str]:
     wrong = []
     x_TD = tokens(dist.get_rank())[0]
     for name, placement in placements(2).items():
-        layer, _ = made(group, placement)
+        layer = made(group, placement)[0]  # an optimizer would use its weights
         before, y_TD = layer.full_state_dict(), layer(x_TD)[0].detach()
         layer.freeze("native")
         if layer.frozen is None:
