@@ -12,7 +12,7 @@ A run with --store-kills is a sweep of 60 cells with --claim into a real S3 serv
 tenth of a second and their times are made up, because the store is what is tried. The workers' clocks run 200
 times too fast, so leases end early and some cells are measured twice: the first commit must count. One to
 three workers are killed and others started; in half of the runs the server is killed and started again. A
-compaction runs beside them and deletes parts that are packed.
+compaction runs beside them. kills.json is of a version that kept results in packs, before tables.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -285,6 +285,9 @@ def report(document: dict[str, Any]) -> str:
         f"{'error of the step on cells that were not fitted':50}   cells   median    worst",
         *summary,
         "",
+        _winners("two transports of one case, both held out", [row for row in table if row[3]]),
+        _winners("the same with the cells that were fitted", table),
+        "",
     ]
     lines.append(
         "nodes  Mbit/s  tokens  routing             transport      measured ms predicted    error            "
@@ -301,6 +304,18 @@ def report(document: dict[str, Any]) -> str:
             f"{100 * error:>8.1f} % {'held out' if out else '        '} {both}"
         )
     return "\n".join(lines) + "\n"
+
+
+def _winners(name: str, rows: list[tuple[dict[str, Any], dict[str, float], float, bool]]) -> str:
+    """How often the faster of two transports is predicted, if their measured times differ by over 10 %."""
+    right, pairs = 0, 0
+    case = ("nodes", "per_node", "mbit", "tokens", "skew")
+    for (one, guess, _, _), (other, guess_other, _, _) in combinations(rows, 2):
+        slower = one["total"] / other["total"]
+        if all(one[key] == other[key] for key in case) and max(slower, 1 / slower) > 1.1:
+            pairs += 1
+            right += (slower > 1) == (sum(guess.values()) > sum(guess_other.values()))
+    return f"{name}: the right winner in {right} of {pairs} pairs that differ by over 10 %"
 
 
 def _apart(cell: dict[str, Any]) -> float:

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 from moe_routing_bench.core.placement import Placement
@@ -42,36 +43,51 @@ def tokens(rank: int) -> tuple[Tensor, Tensor]:
     return torch.randn(TOKENS[rank], D, generator=dice), torch.randn(TOKENS[rank], D, generator=dice)
 
 
-def stepped(layer: MoE, x_TD: Tensor, d_y_TD: Tensor) -> float:
+def stepped(called: nn.Module, layer: MoE, x_TD: Tensor, d_y_TD: Tensor) -> float:
     """One step with clipped gradients; the norm before it."""
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    layer(x_TD)[0].backward(d_y_TD)
-    if isinstance(layer, ParallelMoE) and not isinstance(layer, FSDPModule):
+    called(x_TD)[0].backward(d_y_TD)
+    if isinstance(layer, ParallelMoE) and len(layer.experts.w_in_EDG.device_mesh.shape) == 1:
         layer.reduce_gradients()
     norm = clip_grad_norm_([p for p in layer.parameters() if p.grad is not None], 0.5)
     optimizer.step()
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-def on_mesh(group: Any, sharded: bool) -> tuple[float, dict[str, Tensor], int]:
+class Block(nn.Module):
+    """A model around the layer."""
+
+    def __init__(self, layer: MoE) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Any]:
+        y_TD, routing = self.layer(x_TD)
+        return y_TD, routing
+
+
+def on_mesh(group: Any, sharded: str) -> tuple[float, dict[str, Tensor], int]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     layer = ParallelMoE(D, F, E, K, ranks=Ranks.on_mesh(contiguous(E, ranks=2), mesh), **OPTIONS).eval()
     layer.load_full_state_dict(whole().state_dict())
+    called: Any = Block(layer) if sharded == "around" else layer
     if sharded:
-        fully_shard(layer, mesh=mesh["dp"])
-        layer.set_force_sum_reduction_for_comms(True)
-        layer.set_gradient_divide_factor(1.0)  # sums, as reduce_gradients
+        fully_shard(called, mesh=mesh["dp"])
+        called.set_force_sum_reduction_for_comms(True)
+        called.set_gradient_divide_factor(1.0)  # sums, as reduce_gradients
         with pytest.raises(ValueError, match="leave reduce_gradients out"):
             layer.reduce_gradients()
-    norm = stepped(layer, *tokens(dist.get_rank()))
+        with pytest.raises(ValueError, match="load them before"):
+            layer.load_full_state_dict(whole().state_dict())
+    norm = stepped(called, layer, *tokens(dist.get_rank()))
     return norm, layer.full_state_dict(), layer.experts.w_in_EDG.to_local().shape[0]
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_step_with_clipped_gradients(sharded: bool) -> None:
+@pytest.mark.parametrize("sharded", ["", "itself", "around"])
+def test_a_step_with_clipped_gradients(sharded: str) -> None:
     one = whole()
     x_TD, d_y_TD = (torch.cat(each) for each in zip(*(tokens(rank) for rank in range(4)), strict=True))
-    expected = stepped(one, x_TD, d_y_TD)
+    expected = stepped(one, one, x_TD, d_y_TD)
     assert expected > 0.5
     for norm, state, rows in on_ranks(4, on_mesh, sharded):
         assert norm == pytest.approx(expected, rel=1e-5)
@@ -82,14 +98,90 @@ def test_a_step_with_clipped_gradients(sharded: bool) -> None:
 
 def strided_and_sharded(group: Any) -> str:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
-    layer = ParallelMoE(D, F, E, K, ranks=Ranks.on_mesh(strided(E, ranks=2), mesh), **OPTIONS)
-    with pytest.raises(NotImplementedError, match="order of experts"):
-        fully_shard(layer, mesh=mesh["dp"])(torch.randn(3, D))
+    for around in (lambda layer: layer, Block):
+        layer = ParallelMoE(D, F, E, K, ranks=Ranks.on_mesh(strided(E, ranks=2), mesh), **OPTIONS)
+        called = fully_shard(around(layer), mesh=mesh["dp"])
+        with pytest.raises(NotImplementedError, match="order of experts"):
+            called(torch.randn(3, D))
+        with pytest.raises(NotImplementedError, match="order of experts"):
+            layer.state_dict()
+    layer = ParallelMoE(D, F, E, K, ranks=Ranks.on_mesh(contiguous(E, ranks=2), mesh), **OPTIONS)
+    fully_shard(layer.experts, mesh=mesh["dp"])  # which nobody calls, so nothing gathers its weights
+    with pytest.raises(ValueError, match="a module around it"):
+        layer(torch.randn(3, D))
     return "refused"
 
 
-def test_only_experts_in_order_are_sharded_further() -> None:
+def test_only_whole_layers_with_experts_in_order_are_sharded_further() -> None:
     assert on_ranks(2, strided_and_sharded) == ["refused"] * 2
+
+
+def frozen_and_thawed(group: Any) -> list[str]:
+    wrong = []
+    x_TD = tokens(dist.get_rank())[0]
+    for name, placement in placements(2).items():
+        layer = made(group, placement)[0]  # an optimizer would use its weights
+        before, y_TD = layer.full_state_dict(), layer(x_TD)[0].detach()
+        layer.freeze("native")
+        if layer.frozen is None:
+            wrong.append(f"{name}, nothing is frozen")
+        with pytest.raises(RuntimeError, match="thaw"):
+            layer.state_dict()
+        torch.testing.assert_close(layer(x_TD)[0], y_TD)
+        after = layer.thaw().full_state_dict()
+        wrong += [f"{name}, {key}" for key, value in before.items() if not torch.equal(value, after[key])]
+        assert all(isinstance(value, DTensor) for value in layer.state_dict().values())
+        layer.freeze("eager_loop")  # has no packed form
+        assert all(isinstance(parameter, DTensor) for parameter in layer.parameters())
+    return wrong
+
+
+def test_a_layer_is_frozen_and_thawed() -> None:
+    whole().freeze("native")  # compiles outside the ranks, whose time is limited
+    assert on_ranks(2, frozen_and_thawed) == [[], []]
+
+
+def weights_loaded(group: Any) -> list[str]:
+    one, wrong = whole(), []
+    for name, placement in placements(2).items():
+        layer, _ = made(group, placement)
+        layer.experts.load_weights(one.experts.weights())
+        assert layer.shared is not None and one.shared is not None
+        layer.shared.load_weights(one.shared.weights())
+        for key, value in layer.full_state_dict().items():
+            if "router" not in key and not torch.equal(value, one.state_dict()[key]):
+                wrong.append(f"{name}, {key}")
+        with pytest.raises(ValueError, match="w_in_EDG is "):
+            layer.experts.load_weights(MoE(D, F, E // 2, K).experts.weights())
+    return wrong
+
+
+def test_each_rank_takes_its_experts_from_the_weights_of_all() -> None:
+    assert on_ranks(2, weights_loaded) == [[], []]
+
+
+def reduced_twice(group: Any) -> bool:
+    layer, optimizer = made(group, placements(2)["copies"])
+    x_TD, d_y_TD = tokens(dist.get_rank())
+
+    def summed(passes: int) -> dict[str, Tensor]:
+        optimizer.zero_grad()
+        for _ in range(passes):
+            layer(x_TD)[0].backward(d_y_TD)
+        layer.reduce_gradients()
+        return {name: grad.clone() for name, grad in layer.gradients_here().items()}
+
+    once, twice = summed(1), summed(2)
+    for again in (False, True):
+        if again:
+            layer(x_TD)[0].backward(d_y_TD)
+        with pytest.raises(ValueError, match="already summed"):
+            layer.reduce_gradients()
+    return all(torch.allclose(2 * once[name], twice[name], atol=1e-6) for name in once)
+
+
+def test_gradients_are_summed_once() -> None:
+    assert on_ranks(2, reduced_twice) == [True] * 2
 
 
 def placements(world: int) -> dict[str, Placement]:

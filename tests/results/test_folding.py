@@ -150,6 +150,36 @@ def test_two_folds_at_once_and_one_of_another_prefix(url, monkeypatch):
     assert asked(url, COUNTS) == [(14, 14)] and len(newest(objects)[0].tables) == 3
 
 
+def test_no_fold_puts_a_manifest_while_another_deletes(url, monkeypatch):
+    """Between reading the newest manifest and putting the next one there is no slow request: else folds of
+    other prefixes, which run beside it, would always be first."""
+    compact_store(Objects(url))
+    monkeypatch.setattr(folding, "KEPT_SECONDS", 0)
+    for cells in (6, 7):
+        swept(url, cells)
+        compact_store(Objects(url))
+    swept(url, 9)
+    new = [path.parent.name for path in paths(url, "segments") if segment_of(path) not in replaced(url)]
+    one, other = sorted(new)
+    delete, put, lost, others = Objects.delete, Objects.put_new, [], [other]
+
+    def slow(self, names):
+        if names := list(names):
+            delete(self, names)
+            if others:
+                fold(Objects(url), others.pop())
+
+    def counted(self, name, data):
+        if not (made := put(self, name, data)):
+            lost.append(name)
+        return made
+
+    monkeypatch.setattr(Objects, "delete", slow)
+    monkeypatch.setattr(Objects, "put_new", counted)
+    assert fold(Objects(url), one) == (1, []) and not others and not lost
+    assert asked(url, COUNTS) == [(18, 18)] and swept(url, 9) == 0
+
+
 def segment_of(path: Path) -> str:
     return f"segments/{path.parent.name}/{path.name}"
 

@@ -14,9 +14,11 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from moe_routing_bench.core.cpp import PREBUILT, compiler
@@ -38,6 +40,15 @@ class Code:
 
     @staticmethod
     def of(roots: Iterable[Path]) -> Code:
+        asked = tuple(roots)
+        if (kept := _kept.get()) is None:
+            return Code._of(asked)
+        if asked not in kept:
+            kept[asked] = Code._of(asked)
+        return kept[asked]
+
+    @staticmethod
+    def _of(roots: tuple[Path, ...]) -> Code:
         seen: set[Path] = set()
         waiting = [path.resolve() for path in roots]
         while waiting:
@@ -47,17 +58,31 @@ class Code:
                 waiting += needs(path)[0]
         return Code(tuple(sorted(seen)))
 
-    @property
+    @cached_property
     def hash(self) -> str:
         return _hash_of(tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in self.files))
 
-    @property
+    @cached_property
     def versions(self) -> dict[str, str]:
         """Returns the versions of the other packages it imports, and of the compiler if it has C++ files."""
         names = {name for path in self.files for name in needs(path)[1]}
         compiled = any(path.suffix in CODE for path in self.files)
         compiler = {"compiler": compiler_version()} if compiled else {}
         return {**{name: distribution_version(name) for name in sorted(names)}, **compiler}
+
+
+# what Code.of found, while nothing is expected to change
+_kept: ContextVar[dict[tuple[Path, ...], Code] | None] = ContextVar("kept", default=None)
+
+
+@contextmanager
+def looked_at_once() -> Iterator[None]:
+    """In it, each file is looked at once: for the keys of many cells, which share nearly all of their code."""
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
 
 
 def needs(path: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:

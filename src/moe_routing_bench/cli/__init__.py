@@ -55,6 +55,7 @@ GROUPS = {
             "history": Place("compare", "Show at which commit something became faster or slower."),
             "regret": Place("decide", 'Show how much slower impl="auto" is than the fastest.'),
             "export": Place("query", "Write all records of a folder as Parquet or CSV."),
+            "status": Place("status", "Show how far a sweep is: done, failed, to do, time left."),
             "merge": Place("merge", "Merge the results folders of several machines into one."),
             "compact": Place(
                 "merge", "Fold results in a store on a URL into tables, so that reading is fast."

@@ -22,6 +22,7 @@ from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs
 from moe_routing_bench.bench.runner import Progress, run_cell
 from moe_routing_bench.bench.setup import Watch
+from moe_routing_bench.bench.sources import looked_at_once
 from moe_routing_bench.core.fork_server import start_server
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.workloads.experiment import Experiment
@@ -55,7 +56,8 @@ class LocalExecutor:
 
     def keys(self, experiments: Sequence[Experiment]) -> list[set[str]]:
         machine = this_machine()
-        return [{cell_key(experiment, machine)} for experiment in experiments]
+        with looked_at_once():
+            return [{cell_key(experiment, machine)} for experiment in experiments]
 
     def run(
         self, experiments: Sequence[Experiment], *, roofs: Roofs | None,

@@ -150,7 +150,7 @@ def fold(objects: Objects, prefix: str = "") -> tuple[int, list[str]]:
                 absorbed.append(one)
                 size += one.bytes
         table = _table(objects, mine, new, absorbed, refused)
-    over_now = {*names, *(one.name for one in absorbed)}
+    over_now, deleted = {*names, *(one.name for one in absorbed)}, set[tuple[str, int]]()
     while True:
         before, listed = newest(objects)
         unknown = any(n not in listed for n in range(began + 1, before.number))
@@ -158,14 +158,18 @@ def fold(objects: Objects, prefix: str = "") -> tuple[int, list[str]]:
             return 0, []  # another fold of this prefix was first, or may have been
         if table is not None and not objects.exists(table.name):
             return 0, []  # this fold was stopped for so long that its table was swept
-        # before they leave the manifest, else a segment would be tail again
-        objects.delete(name for name, n in before.replaced.items() if n not in listed)
+        # they are deleted before they leave the manifest, else a segment would be tail again. It takes long, so
+        # the manifest is read once more: folds of other prefixes would put the next one meanwhile
+        if old := {one for one in before.replaced.items() if one[1] not in listed} - deleted:
+            objects.delete(name for name, _ in old)
+            deleted |= old
+            continue
         number = before.number + 1
         kept = (one for one in before.tables if one not in absorbed)
         after = Manifest(
             number=number,
             tables=(*kept, table) if table else tuple(kept),
-            replaced={name: n for name, n in before.replaced.items() if n in listed}
+            replaced={name: n for name, n in before.replaced.items() if (name, n) not in deleted}
             | dict.fromkeys(sorted(over_now), number),
             left_out=before.left_out + refused.count,
             sentences=(*before.sentences, *refused.first)[: LeftOut.MAX_SENTENCES],

@@ -22,13 +22,12 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from moe_routing_bench.core.text import first_problem, one_line
-from moe_routing_bench.results.objects import Objects, StoreError
+from moe_routing_bench.results.objects import REQUESTS, Objects, StoreError
 from moe_routing_bench.results.read import LeftOut, held
 from moe_routing_bench.results.record import MAX_LINE_BYTES, Count, Hash, Record, RecordPart, parse_record
 
 SEGMENT = re.compile(r"segments/([0-9a-f]{2})/(\1[0-9a-f]{62})-([0-9]{4})\.jsonl\.gz")
 MAX_SEGMENT_BYTES = 1 << 30  # unpacked
-REQUESTS = 16
 
 
 class Entry(RecordPart):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
+from moe_routing_bench.core.frozen import Frozen
 from moe_routing_bench.core.packed_files import PackedFiles
 from moe_routing_bench.core.plan import Layout, RoutingPlan
 from moe_routing_bench.core.routing import Routing, SoftRouting, TokenInfo
@@ -35,6 +35,7 @@ from moe_routing_bench.routers.router import Router
 Event = torch.cuda.Event
 Step = Callable[[Part, Tensor], Tensor]
 EXPERTS = "experts."  # the prefix of sharded weights in a state_dict
+SUMMED = "summed_over_ranks"  # an attribute of gradients
 
 
 @cache
@@ -92,14 +93,23 @@ class ParallelMoE(MoE):
             )
         self.dropped: Tensor | None = None  # pairs of this rank's last call that were dropped when sent
         self.split_WW: Tensor | None = None  # rows from each rank to each rank in the last chunk
-        self._beginalike()
+        self._begin_alike()
+        self._mesh = ranks.mesh
+        if ranks.group is not None:
+            if ranks.mesh is None:
+                kind = self.like.device.type
+                self._mesh = DeviceMesh.from_group(ranks.group, kind, mesh_dim_names=("ep",))
+            self.experts.num_experts = E  # of weights that are loaded; _by_slot takes this rank's
+            self.experts.register_state_dict_post_hook(partial(_by_expert, self))
+            for module in self.modules():
+                module.register_load_state_dict_pre_hook(partial(_by_slot, self))
         self._distribute()
 
     def held_experts(self, E: int) -> Sequence[int]:
         return range(self.ranks.places)
 
     @torch.no_grad()
-    def _beginalike(self) -> None:
+    def _begin_alike(self) -> None:
         """Copies common weights from rank 0. An expert's first weights depend on its number."""
         self._fit_together()
         seed = torch.randint(2**62, (1,), device=self.like.device)
@@ -144,22 +154,25 @@ class ParallelMoE(MoE):
 
     def _distribute(self) -> None:
         """Makes DTensors of the parameters."""
-        if self.ranks.group is None:
+        if self._mesh is None:
             return
-        mesh = self.ranks.mesh
-        if mesh is None:
-            mesh = DeviceMesh.from_group(self.ranks.group, self.like.device.type, mesh_dim_names=("ep",))
         for module in self.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 spread = Shard(0) if module is self.experts else Replicate()
-                made = DTensor.from_local(parameter.detach(), mesh, [spread], run_check=False)
+                made = DTensor.from_local(parameter.detach(), self._mesh, [spread], run_check=False)
                 setattr(module, name, nn.Parameter(made, parameter.requires_grad))
-        self.register_state_dict_post_hook(_by_expert)
-        self.register_load_state_dict_pre_hook(_by_slot)
+
+    def _is_sharded(self) -> bool:
+        """True if fully_shard has divided these parameters further, here or in a model around the layer."""
+        return any(isinstance(p, DTensor) and p.device_mesh != self._mesh for p in self.parameters())
+
+    def _is_managed(self) -> bool:
+        """The same during a call, for which fully_shard makes the parameters look as before."""
+        return any(getattr(module, "_is_fsdp_managed_module", False) for module in self.modules())
 
     def forward(self, x: Tensor, info: TokenInfo = TokenInfo()) -> tuple[Tensor, Routing | SoftRouting]:
         y, routing = super().forward(x, info)
-        if isinstance(self, FSDPModule):
+        if self._is_managed():
             with locally(self):
                 y = WithGradients.apply(y, *self.parameters())
         return y, routing
@@ -210,7 +223,9 @@ class ParallelMoE(MoE):
                 last = step(part, rows if last is None else tie(rows, last))
                 return last, None if side is None else side.record_event()
 
-        with ThreadPoolExecutor(1) as exchanges:
+        # a new thread is on GPU 0, where this process has nothing
+        on_device = None if side is None else partial(torch.cuda.set_device, device)
+        with ThreadPoolExecutor(1, initializer=on_device) as exchanges:
 
             def begin(step: Step, part: Part, rows: Tensor) -> Future[tuple[Tensor, Event | None]]:
                 ready = None if main is None else main.record_event()
@@ -262,33 +277,56 @@ class ParallelMoE(MoE):
         if isinstance(routing, SoftRouting):
             raise NotImplementedError("Soft-MoE mixes the slots of all experts and has no rows to send")
         self._refuse_sharded()
+        if self._is_sharded():
+            raise ValueError(
+                "fully_shard has divided these weights and gathers them when the module that it was given is "
+                "called: give it the whole layer, or a module around it, and call that"
+            )
         with locally(self):
             return super().compute(x_TD, routing, plan)
 
     def _refuse_sharded(self) -> None:
-        if isinstance(self, FSDPModule) and not self.ranks.in_order:
+        if (self._is_managed() or self._is_sharded()) and not self.ranks.in_order:
             raise NotImplementedError(
                 "fully_shard needs slots in the order of experts, for its gradients and checkpoints: use "
                 "contiguous(), with a number of ranks that divides the number of experts"
             )
 
     def freeze(self, impl: str | PackedFiles | None = None, kept: PackedFiles | None = None) -> MoE:
-        """As in MoE, and the parameters become plain tensors."""
+        """As in MoE. While the layer is frozen, its parameters are plain tensors."""
+        if self._is_sharded():
+            raise ValueError("fully_shard has divided the weights; freeze a layer that it does not have")
         self._make_plain()
-        return super().freeze(impl, kept)
+        try:
+            return super().freeze(impl, kept)
+        finally:
+            if self.frozen is None:
+                self._distribute()
+
+    def thaw(self) -> MoE:
+        if self.frozen is not None:
+            super().thaw()
+            self._distribute()
+        return self
 
     def _make_plain(self) -> None:  # a function of its own: no variable may keep a parameter that is frozen
         for module in self.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if isinstance(parameter, DTensor):
-                    setattr(module, name, nn.Parameter(local_part(parameter.detach()), requires_grad=False))
+                    setattr(module, name, nn.Parameter(local_part(parameter.detach()), parameter.requires_grad))
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Sums gradients over ranks: of common weights, of experts with copies, and of all over replicas.
-        Every rank calls it after backward, unless fully_shard has done it."""
-        if isinstance(self, FSDPModule):
+        Every rank calls it once, after the last backward, unless fully_shard has done it."""
+        if self._is_sharded():
             raise ValueError("fully_shard sums the gradients itself; leave reduce_gradients out")
+        if any(hasattr(parameter.grad, SUMMED) for parameter in self.parameters()):
+            raise ValueError(
+                "these gradients were already summed over ranks, and a second sum would count them again: call "
+                "reduce_gradients() once, after the last backward pass, then optimizer.zero_grad() with "
+                "set_to_none=True"
+            )
         if not self.ranks.groups:
             return
         grads = {
@@ -320,6 +358,7 @@ class ParallelMoE(MoE):
                 grads = dict(zip(grads, summed([*grads.values()], self.ranks.replicas), strict=True))
         for parameter, grad in grads.items():
             parameter.grad = spread_like(grad, parameter)
+            setattr(parameter.grad, SUMMED, True)
 
     def gradients_here(self) -> dict[str, Tensor]:
         """What this rank has of each gradient, by the name of its parameter."""
@@ -352,11 +391,15 @@ class ParallelMoE(MoE):
         self.load_state_dict(state)
 
 
-def _by_expert(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+def _by_expert(layer: ParallelMoE, experts: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
     """Names the rows of a state_dict by expert for torch.distributed.checkpoint; they are views."""
-    assert isinstance(layer, ParallelMoE)
     layer._refuse_sharded()
     ranks = layer.ranks
+    if any(isinstance(parameter, Frozen) for parameter in experts.parameters()):
+        raise RuntimeError(
+            "frozen experts have no state_dict, because each rank would have others under the same names; "
+            "thaw() the layer"
+        )
     if ranks.in_order:
         return
     if any(len(set(held)) < len(held) for held in ranks.placement.experts_W):
@@ -364,8 +407,8 @@ def _by_expert(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: o
             "a rank with two copies of an expert has no state_dict, which has one row for each expert; use "
             "full_state_dict()"
         )
-    for name, parameter in layer.experts.named_parameters():
-        if (key := prefix + EXPERTS + name) in state and isinstance(parameter, DTensor):
+    for name, parameter in experts.named_parameters():
+        if (key := prefix + name) in state and isinstance(parameter, DTensor):
             shape = torch.Size([ranks.placement.num_experts, *parameter.shape[1:]])
             rows = local_part(state[key].detach()).split(1)[: len(ranks.experts)]
             shards = LocalShardsWrapper(list(rows), [(e, *[0] * (len(shape) - 1)) for e in ranks.experts])
@@ -375,17 +418,21 @@ def _by_expert(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: o
             state[key] = DTensor(shards, spec, requires_grad=False)
 
 
-def _by_slot(layer: nn.Module, state: dict[str, Any], prefix: str, *more: object) -> None:
+def _by_slot(layer: ParallelMoE, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Reads what _by_expert wrote, and plain tensors of a whole layer."""
-    assert isinstance(layer, ParallelMoE)
-    for name, parameter in layer.named_parameters():
+    for name, parameter in module.named_parameters(recurse=False):
         given, held = state.get(prefix + name), list(layer.ranks.experts)
         if given is None or not isinstance(parameter, DTensor):
             continue
-        by_slot = layer.ranks.in_order or not name.startswith(EXPERTS)
+        by_slot = layer.ranks.in_order or module is not layer.experts
         if by_slot and isinstance(given, DTensor) and not isinstance(given._local_tensor, LocalShardsWrapper):
             continue
-        if name.startswith(EXPERTS):
+        if layer._is_sharded():
+            raise ValueError(
+                "fully_shard has divided the weights, so whole ones do not fit: load them before it, or load "
+                "a state_dict() with torch.distributed.checkpoint"
+            )
+        if module is layer.experts:
             mine = local_part(parameter.detach()).clone()
             mine[: len(held)] = _rows_of(given, held)
             given = mine

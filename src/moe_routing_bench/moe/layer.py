@@ -75,7 +75,7 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.activation = activation
+        self.activation, self.num_experts = activation, E
         G = 2 * F if activation in GATED else F
         options = {"device": device, "dtype": dtype}
         self.w_in_EDG = nn.Parameter(torch.empty(E, D, G, **options))  # type: ignore[arg-type]
@@ -139,11 +139,10 @@ class Experts(nn.Module):
                 f"{mine.activation} with {', '.join(mine.tensors())}"
             )
         for name, tensor in weights.tensors().items():
-            if tensor.shape != getattr(self, name).shape:
-                raise ValueError(
-                    f"{name} is {tuple(tensor.shape)}, the layer's {tuple(getattr(self, name).shape)}"
-                )
-            getattr(self, name).copy_(tensor)
+            shape = (self.num_experts, *getattr(self, name).shape[1:])
+            if tensor.shape != shape:
+                raise ValueError(f"{name} is {tuple(tensor.shape)}, the layer's {shape}")
+        self.load_state_dict(weights.tensors())
 
 
 def with_format(impl: str, *, batch_invariant: bool = False) -> str:

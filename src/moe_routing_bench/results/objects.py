@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,6 +22,7 @@ from moe_routing_bench.core.text import one_line
 SCHEMES = ("file", "s3", "gs", "az")
 ADDRESS = re.compile(rf"({'|'.join(SCHEMES)}):/+(.+)")  # as a Path, s3://bucket is s3:/bucket
 RETRY_SECONDS = 300
+REQUESTS = 16  # at a time
 MAX_OBJECT_BYTES = 2 << 30
 T = TypeVar("T")
 
@@ -126,9 +128,12 @@ class Objects:
         return self._again("list", prefix, listed)
 
     def delete(self, names: Iterable[str]) -> None:
-        for name in names:
+        def delete(name: str) -> None:
             with suppress(FileNotFoundError):
-                self._again("delete", name, lambda name=name: self._obstore.delete(self._store, name))  # type: ignore[misc]
+                self._again("delete", name, lambda: self._obstore.delete(self._store, name))
+
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            list(pool.map(delete, names))  # also to see their errors
 
     def _again(self, what: str, name: str, call: Callable[[], T]) -> T:
         """Repeats a call until it succeeds, if the server has answered before: it may be restarting."""
