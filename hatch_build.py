@@ -1,6 +1,6 @@
 """MRB_PREBUILD=1 pip wheel --no-deps .    a wheel for Linux with the C++ libraries of every level
 MRB_PREBUILD=avx2,vnni pip wheel ...    only these levels
-pip wheel --no-deps .                   pure Python: what is used is compiled at its first use
+pip wheel --no-deps .                   pure Python, as with MRB_PREBUILD=0: compiled at its first use
 
 The libraries are linked without -fopenmp, so they use the libgomp that torch has loaded. A second one would
 be a second pool of threads.
@@ -31,16 +31,32 @@ LINK = ("-shared", "-fPIC", "-s", "-Wl,-z,now", "-Wl,-z,noexecstack")
 def build(source: Path, level: str, folder: Path, compiler: str) -> Path:
     library = folder / levels.library_name(source, level)
     code = library.with_suffix(".o")
-    subprocess.run([compiler, *levels.options(level), "-fPIC", "-c", source, "-o", code], check=True)
-    subprocess.run([compiler, *LINK, code, "-o", library], check=True)
+    _run(compiler, *levels.options(level), "-fPIC", "-c", source, "-o", code)
+    _run(compiler, *LINK, code, "-o", library)
     code.unlink()
     return library
 
 
+def _run(compiler: str, *words: str | Path) -> str:
+    """What the compiler prints. What it says of errors is shown as it comes."""
+    try:
+        ran = subprocess.run([compiler, *words], stdout=subprocess.PIPE, text=True)
+    except OSError as error:
+        ended = str(error.strerror)
+    else:
+        if ran.returncode == 0:
+            return ran.stdout
+        ended = f"it ended with {ran.returncode} on {' '.join(map(str, words))}"
+    raise SystemExit(
+        f"MRB_PREBUILD: {compiler} cannot compile the C++ kernels: {ended}. Name another compiler in CXX, or "
+        "build without MRB_PREBUILD: then they are compiled at their first use."
+    )
+
+
 class CustomBuildHook(BuildHookInterface):
     def initialize(self, version, build_data):
-        wanted, machine = os.environ.get("MRB_PREBUILD", ""), platform.machine()
-        if not wanted or version == "editable":
+        wanted, machine = os.environ.get("MRB_PREBUILD", "0"), platform.machine()
+        if wanted in ("", "0") or version == "editable":
             return
         if sys.platform != "linux" or machine not in OF_MACHINE:
             self.app.display_warning(
@@ -50,7 +66,8 @@ class CustomBuildHook(BuildHookInterface):
             return
         names = OF_MACHINE[machine] if wanted == "1" else wanted.split(",")
         if unknown := set(names).difference(OF_MACHINE[machine]):
-            raise ValueError(f"MRB_PREBUILD is 1 or some of {OF_MACHINE[machine]} here, not {unknown}")
+            known = ", ".join(OF_MACHINE[machine])
+            raise SystemExit(f"MRB_PREBUILD is 0, 1 or some of {known} here, not {', '.join(unknown)}")
         self.scratch = tempfile.TemporaryDirectory()  # it goes with this hook, when the wheel is written
         folder = Path(self.scratch.name)
         sources = sorted(PACKAGE.rglob("*.cpp"), key=lambda path: -path.stat().st_size)
@@ -60,8 +77,7 @@ class CustomBuildHook(BuildHookInterface):
                 pool.submit(build, source, level, folder, compiler) for source in sources for level in names
             ]
             made = [job.result() for job in jobs]
-        said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-        (folder / "compiler.txt").write_text(said.partition("\n")[0])
+        (folder / "compiler.txt").write_text(_run(compiler, "--version").partition("\n")[0])
         for path in (*made, folder / "compiler.txt"):
             build_data["force_include"][str(path)] = f"moe_routing_bench/prebuilt/{path.name}"
         build_data["pure_python"] = False

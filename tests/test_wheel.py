@@ -8,6 +8,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,12 +36,17 @@ print(*(len([path for path in mapped if part in path]) for part in ("/libgomp", 
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A C++ file and, in PREBUILT, its library for this processor; there is no compiler after that."""
+def hook() -> Any:
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
     assert spec is not None and spec.loader is not None
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
+    return hook
+
+
+@pytest.fixture
+def source(hook: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A C++ file and, in PREBUILT, its library for this processor; there is no compiler after that."""
     source = tmp_path / "an_op" / "native.cpp"
     source.parent.mkdir()
     source.write_text(TEXT)
@@ -58,6 +64,29 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def forget() -> None:
     for question in (cpp.missing_tool, cpp._in_wheel, cpp._load, cpp._why_not_loaded):
         question.cache_clear()
+
+
+@pytest.mark.parametrize("wanted", ["", "0"])
+def test_nothing_is_built_unless_asked_for(hook: Any, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MRB_PREBUILD", wanted)
+    hook.CustomBuildHook(ROOT, {}, None, None, "", "wheel").initialize("standard", made := {})
+    assert made == {}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "compiler", "words"),
+    [("sse", "g++", "not sse"), ("1", "no-such-compiler", "CXX"), ("1", "false", "ended with 1")],
+)
+def test_what_cannot_be_built_is_a_sentence(
+    hook: Any, wanted: str, compiler: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MRB_PREBUILD", wanted)
+    monkeypatch.setenv("CXX", compiler)
+    build = hook.CustomBuildHook(ROOT, {}, None, None, "", "wheel")
+    with pytest.raises(SystemExit, match=words):
+        build.initialize("standard", {})
+    if wanted == "1":
+        build.scratch.cleanup()
 
 
 def test_no_compiler_is_needed(source: Path) -> None:

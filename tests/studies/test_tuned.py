@@ -29,6 +29,7 @@ TILE = {
     "num_stages": 3,
 }  # fmt: skip
 EVERYWHERE = [2**n for n in range(13)]
+ROUND_TRIP = ROOT / "measurements" / "gpu" / "tuned_round_trip.json"
 
 
 def write(folder: Path, name: str, rows: Any = None, **changes: Any) -> Path:
@@ -321,16 +322,19 @@ needs_wheels = pytest.mark.skipif(not real, reason="MRB_TUNED_FOLDERS names no u
 
 @needs_wheels
 def test_every_real_file_survives_import_and_export(tmp_path: Path) -> None:
-    count = same = 0
-    for folder in real.split(":"):
-        for path in sorted(Path(folder).rglob("configs/**/E=*.json")):
-            if any(one.kind in ("never loaded", "wrong option") for one in audit([path]).findings):
-                continue
-            written = round_trip(path, tmp_path / str(count))
-            same += written.read_bytes().strip() == path.read_bytes().strip()
-            count += 1
-    print(f"{count} files, {same} of them byte for byte")
-    assert count
+    ended: dict[str, dict[str, int]] = {}
+    for project, folder in zip(("vllm", "sglang"), real.split(":"), strict=True):
+        files = sorted(Path(folder).rglob("configs/**/E=*.json"))
+        loaded = [
+            path
+            for path in files
+            if not any(one.kind in ("never loaded", "wrong option") for one in audit([path]).findings)
+        ]
+        written = {path: round_trip(path, tmp_path / f"{project}{n}") for n, path in enumerate(loaded)}
+        same = sum(one.read_bytes().strip() == path.read_bytes().strip() for path, one in written.items())
+        ended[project] = {"files": len(files), "survive": len(loaded), "byte for byte": same}
+    print(json.dumps(ended))
+    assert ended == json.loads(ROUND_TRIP.read_text())["ended"]
 
 
 @needs_wheels
@@ -364,4 +368,7 @@ def test_the_page_says_what_was_counted() -> None:
     compared = made["compared"]
     assert f"{compared['other project, names']} names are in both" in page
     assert f"share {compared['other project']:,} rows" in page
+    ended = json.loads(ROUND_TRIP.read_text())["ended"].values()
+    survive, same = (sum(one[what] for one in ended) for what in ("survive", "byte for byte"))
+    assert f"All {survive} files that can run survive" in page and f"{same} of them byte for byte" in page
     assert f"{made['compiled']['tiles']} tiles" in page and f"{made['compiled']['not_compiled']} more" in page
