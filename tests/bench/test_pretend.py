@@ -40,6 +40,7 @@ def test_the_thread_of_autograd_is_nobodys_and_the_clock_is_in_the_outcome() -> 
     outcome = measured("pretend:h100", direction="train")
     assert states(outcome) == [Status.PASSED] * 2, [one.reason for one in outcome.implementations]
     assert {one.clock for one in outcome.implementations} == {"graph"}
+    assert not [note for note in outcome.notes if "same way" in note]
     assert all((one.launch_seconds or 0) > 0 for one in outcome.implementations)
 
 
@@ -115,6 +116,8 @@ def test_every_card_has_its_properties(card: str) -> None:
 def test_what_waits_for_the_device_is_timed_between_events() -> None:
     outcome = measured("pretend:b200", ("expert_loop", "torch_grouped_mm"), span="grouped_gemm")
     assert [one.clock for one in outcome.implementations] == ["events", "graph"]
+    (told,) = [note for note in outcome.notes if "same way" in note]
+    assert "(events: expert_loop; graph: torch_grouped_mm)" in told and "--view cuda_events" in told
 
 
 def test_a_compilation_takes_none_of_the_time_for_measuring(monkeypatch: pytest.MonkeyPatch) -> None:

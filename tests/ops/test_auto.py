@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -145,15 +146,18 @@ def test_the_class_of_a_gpu(anew) -> None:
 @pytest.mark.parametrize("layout", ["compact", "padded(capacity=8)", "block(4)"])
 @pytest.mark.parametrize("D", [64, 12])  # rows of 12 numbers are too odd for grouped_mm
 def test_on_a_gpu_a_layer_never_waits_for_the_device(layout: str, dtype: torch.dtype, D: int) -> None:
-    """Triton's fused kernel if there is one, else torch's grouped product; never a loop over experts."""
-    for target in ("sm_80", "sm_90a", "gfx942"):
+    """Triton's kernel for few pairs (at most 64) or its fused one, if there is Triton, else torch's grouped
+    product; never a loop over experts."""
+    for target, (T, best) in product(
+        ("sm_80", "sm_90a", "gfx942"), ((1, "triton_decode"), (32, "triton_decode"), (33, "triton_fused"))
+    ):
         with FakeTensorMode(), as_if(Target.named(target)), torch.no_grad():
             w_in, w_out = (torch.empty(8, *s, dtype=dtype, device="cuda") for s in ((D, 96), (48, D)))
             weights = mrb.ExpertWeights(w_in_EDG=w_in, w_out_EFD=w_out)
-            source = StandIns(weights, 2, mrb.Layout.parse(layout), 16)
+            source = StandIns(weights, 2, mrb.Layout.parse(layout), T)
             chosen = choose(FFN, tuple(FFN.arguments(source).values())).implementation
             assert not chosen.host_sync, chosen.label
-            best = "triton_fused" if find_spec("triton") else "staged(grouped_gemm=torch_grouped_mm)"
+            best = best if find_spec("triton") else "staged(grouped_gemm=torch_grouped_mm)"
             assert D == 12 or chosen.label == FFN.get(best).label
 
 

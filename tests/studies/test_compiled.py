@@ -21,11 +21,18 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from moe_routing_bench.cli.compile import _as_text, _tables
 from moe_routing_bench.ops.gpu import Compilation
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.ops.targets import TARGETS, Target
 from moe_routing_bench.studies.compiled import Compiled, programs_per_unit, text_flops, worse_than
-from moe_routing_bench.studies.triton_code import compilations_of, compile_implementation, compile_kernel
+from moe_routing_bench.studies.compiling import rows_of
+from moe_routing_bench.studies.triton_code import (
+    _spilled,
+    compilations_of,
+    compile_implementation,
+    compile_kernel,
+)
 from repository import ROOT, SOURCE
 
 pytestmark = pytest.mark.slow
@@ -143,11 +150,17 @@ def test_the_work_of_instructions_is_in_their_names() -> None:
     assert text_flops("v_mfma_f32_16x16x16_bf16 a, b\n" * 3, warps=4) == 3 * 2 * 16**3 * 4
 
 
-def test_spills_are_seen() -> None:
-    target = Target.named("sm_80")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_120"])  # for arch 120 Triton writes sm_120a
+def test_spills_are_seen(arch: str) -> None:
+    target = Target.named(arch)
     code = compile_kernel(gemm_compilation(target, options={"maxnreg": 64}), target)
     assert code.registers <= 64 and code.spill_bytes > 0
     assert any("spills" in sentence for sentence in code.wrong)
+
+
+def test_an_assembler_that_fails_is_not_an_answer_without_spills(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"ptxas.* ended with"):
+        _spilled(".version 8.7\n.target sm_80\n.address_size 64\nnonsense\n", 80, tmp_path)
 
 
 def test_too_much_shared_memory_is_seen_though_the_compiler_is_silent() -> None:
@@ -338,7 +351,15 @@ def test_the_command_writes_compares_and_fails_on_more(tmp_path: Path) -> None:
     assert document["triton"] == triton.__version__ and document["kernels"]
     assert "triton_gather" in file.with_suffix(".txt").read_text()
     assert "needs more" in mrb(*QUICK, "--against", file, code=0).output
-    document["kernels"][0]["registers"] -= 1
+    first, *others = document["kernels"]
+    document["kernels"] = [{**first, "kernel": "another"}, *others]
+    document["kernels"] += [{**first, "impl": "triton_gather(block_d=1)"}, {**first, "op": "combine"}]
+    file.write_text(json.dumps(document))
+    told = " ".join(mrb(*QUICK, "--against", file, code=1).output.split())
+    assert f".{first['kernel']}, qwen3-30b-a3b, sm_80: it is not in the file" in told
+    assert "another, qwen3-30b-a3b, sm_80: it is in the file and was not compiled" in told
+    assert "2 need more than in" in told  # what was not asked for is not gone
+    document["kernels"] = [{**first, "registers": first["registers"] - 1}, *others]
     file.write_text(json.dumps(document))
     assert "registers" in mrb(*QUICK, "--against", file, code=1).output
     document["triton"] = "1.0"
@@ -389,3 +410,9 @@ def test_the_table_in_the_repository_is_of_this_code() -> None:
     rows = [row for row in kept["kernels"] if row["model"] == "qwen3-30b-a3b"]
     assert {f"{r['op']}.{r['impl']}.{r['kernel']}.{r['arch']}" for r in rows} == set(ran.stdout.split())
     assert not [row for row in kept["kernels"] if row.get("wrong")]
+
+
+def test_the_text_in_the_repository_is_of_the_same_kernels() -> None:
+    kept = json.loads((ROOT / "tests" / "data" / "compile.json").read_text())
+    text = _as_text(_tables(rows_of(kept), room=1000), kept)
+    assert (ROOT / "measurements" / "gpu" / "compile.txt").read_text() == text

@@ -489,4 +489,14 @@ def _notes(
     ]
     if wires:
         notes.append(f"rows that leave their rank in a forward pass, both ways: {'; '.join(wires)}")
+    by_clock: dict[str, list[str]] = {}
+    for one in outcomes:
+        if one.clock and one.role != "twin":
+            by_clock.setdefault(one.clock, []).append(one.implementation.text)
+    if len(by_clock) > 1:
+        who = "; ".join(f"{clock}: {', '.join(names)}" for clock, names in by_clock.items())
+        notes.append(
+            f"Not all were timed in the same way ({who}). Events include the gaps between launches, a graph "
+            "has none, so part of their ratio is of the clocks; --view cuda_events times all by events"
+        )
     return tuple(notes)

@@ -49,7 +49,8 @@ def compile_command(
         Path | None, typer.Option(metavar="FILE", help="Write the answer as JSON, and the tables beside it.")
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Fail if a kernel needs more than in this --out file.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Fail if a kernel needs more than in this --out file, or is new."),
     ] = None,
     warm_device: Annotated[
         bool,
@@ -77,7 +78,8 @@ def compile_command(
 
     Fails (exit code 1) if a kernel spills registers, needs more shared memory
     than the GPU has, lacks what it promises (tensor cores, 128-bit loads, loads
-    ahead of use), or needs more than in the file of --against.
+    ahead of use), or needs more than in the file of --against, is not in it, or
+    is in it and no longer here.
     """
     include_all(include_path)
     if warm_device:
@@ -108,7 +110,7 @@ def compile_command(
         write_whole(out, as_lines(document))
         write_whole(out.with_suffix(".txt"), _as_text(_tables(rows, room=1000), document))
     with user_mistakes():
-        worse = [] if before is None else compared(before, rows, document)
+        worse = [] if before is None else compared(before, rows, document, op, impl, configs=configs)
     if as_json:
         show_json({**document, "worse": worse})
     else:
@@ -200,6 +202,10 @@ def _summary(rows: list[Compiled], worse: list[str], against: Path | None) -> Te
     text = Text(f"{sum(not row.not_made for row in rows)} kernels compiled, not run: ")
     text.append(f"{wrong} with something wrong" if wrong else "nothing wrong", "red" if wrong else "green")
     if against is not None:
-        more = f"{len(worse)} need more than in {against}" if worse else f"none needs more than in {against}"
+        more = (
+            f"{len(worse)} need more than in {against}, are new or are gone"
+            if worse
+            else f"none needs more than in {against}, is new or is gone"
+        )
         text.append(f"; {more}", "red" if worse else "green")
     return text

@@ -36,8 +36,9 @@ NO_GPU = (
     "run them (docs/gpu.md)"
 )
 NO_WAITING = (
-    "not timed: no GPU has run them (docs/gpu.md); the order is by what each avoids: rows written between "
-    "its products, then a loop over experts, which waits for the device in every call"
+    "not timed: no GPU has run them (docs/gpu.md); the order is by what each avoids: tiles that are mostly "
+    "empty if there are few pairs, rows written between its products, then a loop over experts, which waits "
+    "for the device in every call"
 )
 
 

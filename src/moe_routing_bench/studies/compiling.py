@@ -72,6 +72,10 @@ def document_of(rows: list[Compiled]) -> dict[str, Any]:
     }
 
 
+def rows_of(document: dict[str, Any]) -> list[Compiled]:
+    return [Compiled(**{**row, "wrong": tuple(row.get("wrong", ()))}) for row in document["kernels"]]
+
+
 def as_lines(document: dict[str, Any]) -> str:
     """JSON with a line for each kernel, so that changes show in a diff; without what is 0 or empty."""
     head = {name: value for name, value in document.items() if name != "kernels"}
@@ -80,17 +84,35 @@ def as_lines(document: dict[str, Any]) -> str:
     return f'{json.dumps(head)[:-1]}, "kernels": [\n{lines}\n]}}\n'
 
 
-def compared(before: dict[str, Any], rows: list[Compiled], document: dict[str, Any]) -> list[str]:
-    """Returns what needs more than in an earlier document. ValueError if that is of another Triton."""
+def compared(
+    before: dict[str, Any], rows: list[Compiled], document: dict[str, Any], op: str, impl: str, *,
+    configs: bool,
+) -> list[str]:  # fmt: skip
+    """Returns what needs more than in an earlier document, and which of Triton's kernels only one of the two has.
+    ValueError if it is of another Triton."""
     if before["triton"] != document["triton"]:
         raise ValueError(
             f"the file was made with triton {before['triton']}, this is {document['triton']}, so their code "
             "cannot be compared; write another file with --out"
         )
-    known = [Compiled(**{**row, "wrong": tuple(row.get("wrong", ()))}) for row in before["kernels"]]
-    by_key = {row.key: row for row in known}
+    by_key, keys = {row.key: row for row in rows_of(before)}, {row.key for row in rows}
+    places = {(row.arch, row.model) for row in rows}
+    others = {name for family in FAMILIES for name in cute_code.implementations(family)}
     return [
-        f"{row.key}: {'; '.join(reasons)}"
-        for row in rows
-        if row.key in by_key and (reasons := worse_than(by_key[row.key], row))
+        *(
+            f"{row.key}: {'; '.join(reasons)}"
+            for row in rows
+            if row.key in by_key and (reasons := worse_than(by_key[row.key], row))
+        ),
+        *(
+            f"{row.key}: it is not in the file"
+            for row in rows
+            if row.key not in by_key and f"{row.op}.{row.impl}" not in others
+        ),
+        *(
+            f"{row.key}: it is in the file and was not compiled"
+            for row in by_key.values()
+            if row.key not in keys and (row.arch, row.model) in places and (configs or "(" not in row.impl)
+            if matches(row.op, op) and matches(row.impl, impl)
+        ),
     ]

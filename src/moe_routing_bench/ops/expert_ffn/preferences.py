@@ -30,6 +30,7 @@ PREFERENCES = (
     Preference(
         machines=GPUS,
         order=(
+            "triton_decode",
             "triton_fused",
             "staged(grouped_gemm=torch_grouped_mm)",
             "staged(grouped_gemm=padded_bmm)",
