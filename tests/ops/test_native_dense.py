@@ -13,6 +13,9 @@ from moe_routing_bench import all_ops
 from moe_routing_bench.core import cpp
 from moe_routing_bench.core.accuracy import judge
 from moe_routing_bench.core.machine import torch_threads
+from moe_routing_bench.formats.named import NAMES
+from moe_routing_bench.ops.linear import native as linear
+from moe_routing_bench.ops.linear.op import linear as apply_linear
 
 pytestmark = pytest.mark.slow
 
@@ -76,6 +79,58 @@ def test_linear_in_panels(T: int, packed: bool, dtype: torch.dtype) -> None:
     with torch.no_grad():
         y_TF = native(x_TD, native.freeze(w_FD) if packed else w_FD, b_F)
     hold("linear", y_TF, x_TD, w_FD, b_F)
+
+
+STORES = ["bfloat16", *NAMES, *(f"{name}_a8" for name in NAMES if name != "fp8_block")]
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("T", [1, 5, 70])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_linear_with_a_stored_matrix(T: int, store: str, dtype: torch.dtype) -> None:
+    if (store, dtype) == ("bfloat16", torch.bfloat16):
+        return
+    native = OPS["linear"].get(f"native(store={store})")
+    x_TD, w_FD, b_F = (torch.randn(*shape).to(dtype) for shape in ((T, 130), (333, 100), (333,)))
+    x_TD = x_TD[:, :100]
+    assert native.freeze and native.stored and native.plain
+    packed, kept_FD = native.freeze(w_FD), native.stored(w_FD)
+    y_TF = native(x_TD, packed, b_F)
+    oracle, baseline = (native.plain(x_TD.to(to), kept_FD.to(to), b_F.to(to)) for to in (torch.double, dtype))
+    verdict = judge(y_TF, oracle, baseline)
+    assert verdict.passed, verdict
+    assert torch.equal(native.run(x_TD, w_FD, b_F), y_TF)
+    assert (kept_FD - w_FD).abs().max() > 0
+
+
+@pytest.mark.parametrize("store", ["int8_a8", "int4_g32_asym", "fp8_block"])
+def test_a_large_matrix_is_rounded_in_strips(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    w_FD = torch.randn(300, 100)
+    whole, kept_FD = linear.freeze(w_FD, store=store), linear.stored(w_FD, store=store)
+    monkeypatch.setattr(linear, "AT_ONCE", 128)
+    assert torch.equal(linear.freeze(w_FD, store=store).panels, whole.panels)
+    assert torch.equal(linear.stored(w_FD, store=store), kept_FD)
+
+
+def test_a_packed_matrix_refuses_what_it_cannot_do() -> None:
+    native, rounded = (OPS["linear"].get(name) for name in ("native", "native(store=int8)"))
+    x_TD, w_FD, b_F = torch.randn(4, 16), torch.randn(7, 16), torch.randn(7)
+    assert native.freeze and rounded.freeze
+    packed = native.freeze(w_FD)
+    for leaf in (x_TD, b_F):
+        leaf.requires_grad_()
+        with pytest.raises(NotImplementedError, match="no gradients"):
+            native(x_TD, packed, b_F)
+        with torch.no_grad():
+            assert native(x_TD, packed, b_F).shape == (4, 7)
+        leaf.requires_grad_(False)
+    with pytest.raises(NotImplementedError, match=r"packed for linear.native\(store=int8\)"):
+        native(x_TD, rounded.freeze(w_FD), b_F)
+    with pytest.raises(NotImplementedError, match="freeze"):
+        rounded(x_TD, w_FD, b_F)
+    with pytest.raises(NotImplementedError, match="float16"):
+        rounded.freeze(w_FD.half())
+    torch.testing.assert_close(apply_linear(x_TD, rounded.freeze(w_FD)), x_TD @ w_FD.t(), rtol=0.1, atol=0.1)
 
 
 def test_a_packed_matrix_tells_the_width_of_a_token() -> None:

@@ -24,6 +24,27 @@ from moe_routing_bench.core.experts import ExpertWeights
 aten = torch.ops.aten
 
 
+def _label(kernel: str, store: str | None) -> str:
+    return kernel if store is None else f"{kernel}(store={store})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedMatrix:
+    """A matrix as an implementation of linear packed it, rounded to the format `store` if there is one:
+    PackedMatrix(kernel="native", F=4096, D=2048, panels=...)."""
+
+    kernel: str
+    F: int
+    D: int
+    panels: Tensor
+    store: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The implementation of linear that computes with it."""
+        return _label(self.kernel, self.store)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Form:
     """How weights are packed and what they were before:
@@ -46,7 +67,7 @@ class Form:
     @property
     def label(self) -> str:
         """The implementation of expert_ffn that computes with these weights."""
-        return self.kernel if self.store is None else f"{self.kernel}(store={self.store})"
+        return _label(self.kernel, self.store)
 
 
 # for each kernel: a function from panels and their form to a plain tensor, experts x depth x columns

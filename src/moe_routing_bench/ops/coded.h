@@ -62,6 +62,18 @@ static inline void pack_panel(uint8_t* to, const uint8_t* code, const float* sca
   }
 }
 
+// codes E x columns x depth, a byte each, to panels; order: the column at each place of the panels, -1: padding
+extern "C" void mrb_pack_coded(uint8_t* dst, const uint8_t* code, const float* scale, const float* offset,
+                               const int64_t* order, int64_t E, int64_t columns, int64_t depth, int64_t groups,
+                               int64_t panels, int64_t bytes, const Coding* coding, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t i = 0; i < E * panels; i++) {
+    const int64_t e = i / panels, of = e * columns * groups;
+    pack_panel(dst + i * bytes, code + e * columns * depth, scale + of, offset ? offset + of : nullptr,
+               order + i % panels * PANEL, depth, groups, *coding);
+  }
+}
+
 template <int CODE> struct Coded {
   typedef float A;
   typedef uint8_t B;

@@ -1,4 +1,7 @@
-"""Packs stored weights into the panels of coded.h and int8_rows.h: codes and scales in one stream."""
+"""Packs stored weights into the panels of coded.h and int8_rows.h: codes and scales in one stream.
+
+Kernels name what they store by `store`: bfloat16, a format of formats/named.py, or a format that ends in _a8
+if they also round rows to int8."""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from moe_routing_bench.core import cpp
+from moe_routing_bench.core.dtypes import name_of
 from moe_routing_bench.core.host_allocator import recycled
+from moe_routing_bench.formats.named import INT8_ROWS, coding_of
 from moe_routing_bench.formats.stored import Coding, Decoded, Stored, experts_of, some_experts
 
 PANEL, HALF = 32, 16  # columns, as in tiles.h
@@ -16,6 +22,8 @@ CODES = ("int8", "e4m3", "nibble")  # the enum of coded.h
 SCALES = ("float32", "float16", "exponent")  # another enum of coded.h, and the bytes of each
 SCALE_BYTES = dict(zip(SCALES, (4, 2, 1), strict=True))
 E4M3_FACTOR = 256.0  # the kernel reads e4m3 as float16, which is 256 times too small
+DTYPES = (torch.bfloat16, torch.float32)  # of activations
+DEEPEST = 1 << 16  # how many products of a byte and an int8 fit in a sum of 32 bits
 
 
 class CCoding(ctypes.Structure):
@@ -49,6 +57,44 @@ def _unsigned(coding: Coding) -> tuple[int, float, list[int]]:
     return zero, unit, [int(number / unit) + zero for number in coding.numbers]
 
 
+# of mrb_pack_coded, which every library with coded.h has
+PACK_ARGUMENTS = [
+    *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 6, ctypes.POINTER(CCoding), ctypes.c_int,
+]  # fmt: skip
+
+
+def format_of(store: str) -> str:
+    """ "int8_a8" -> "int8": how the weights alone are stored."""
+    return store.removesuffix(INT8_ROWS)
+
+
+def rounds_rows(store: str | None) -> bool:
+    return store is not None and store.endswith(INT8_ROWS)
+
+
+def coding_in(store: str | None) -> Coding | None:
+    """None if weights are stored as numbers, not as codes."""
+    return None if store is None or store == "bfloat16" else coding_of(format_of(store))
+
+
+def why_not_store(dtype: torch.dtype, store: str | None, depth: int) -> str | None:
+    """Why kernels with coded.h cannot store weights of this depth so, with activations of this dtype."""
+    if store is not None and store != "bfloat16":
+        try:
+            coding = coding_of(format_of(store))
+        except ValueError as unknown:
+            return f"it stores weights as bfloat16 or in a format, and {unknown}"
+        if reason := why_not(coding, rounds_rows(store)):
+            return reason
+    if store is not None and store == name_of(dtype):
+        return f"these weights are {store} already; leave store out"
+    if dtype not in DTYPES:
+        return cpp.other_dtypes(dtype, dtype)
+    if rounds_rows(store) and depth > DEEPEST:
+        return f"rows of 8 bits are at most {DEEPEST} numbers long, not {depth}"
+    return None
+
+
 def why_not(coding: Coding, int8_rows: bool = False) -> str | None:
     if coding.group is not None and coding.group % PANEL:
         return f"its groups are multiples of {PANEL} weights, not {coding.group}"
@@ -63,6 +109,11 @@ def panel_bytes(coding: Coding, depth: int) -> int:
     return depth * PANEL * coding.bits // 8 + groups * PANEL * (
         SCALE_BYTES[coding.scale] + 4 * coding.offsets
     )
+
+
+def panel(coding: Coding | None, depth: int) -> int:
+    """The distance from one panel to the next, in elements."""
+    return _up(depth, PANEL) * PANEL if coding is None else panel_bytes(coding, depth)
 
 
 def pack(decoded: Decoded, gated: bool, library: ctypes.CDLL, int8_rows: bool = False) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_routing_bench.core.frozen import Frozen
+from moe_routing_bench.core.frozen import Frozen, PackedMatrix
 from moe_routing_bench.core.packed_files import PackedFiles
 from moe_routing_bench.ops.knobs import KnobSet
 
@@ -74,7 +74,7 @@ class Implementation:
         takes 10x as long as not storing them. The benchmark and the kit call `run` directly."""
         if (reason := self.why_not(*args)) is not None or self.stored is None:
             return reason
-        if any(isinstance(tensor, Frozen) for tensor in tensors_in(args)):
+        if any(isinstance(one, (Frozen, PackedMatrix)) for one in (*args, *tensors_in(args))):
             return None
         return (
             f"it would round all weights to {self.config['store']} in every call; freeze them first: "

@@ -517,18 +517,6 @@ void mrb_unpack(void* dst, const void* src, int64_t E, int64_t depth, int64_t co
   else unpack((uint16_t*)dst, (const uint16_t*)src, E, depth, columns, gated, threads);
 }
 
-// codes E x columns x depth, a byte each, to panels; order: the column at each place of the panels, -1: padding
-void mrb_pack_coded(uint8_t* dst, const uint8_t* code, const float* scale, const float* offset, const int64_t* order,
-                    int64_t E, int64_t columns, int64_t depth, int64_t groups, int64_t panels, int64_t bytes,
-                    const Coding* coding, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t i = 0; i < E * panels; i++) {
-    const int64_t e = i / panels, of = e * columns * groups;
-    pack_panel(dst + i * bytes, code + e * columns * depth, scale + of, offset ? offset + of : nullptr,
-               order + i % panels * PANEL, depth, groups, *coding);
-  }
-}
-
 static bool plan_fits(const Problem& p) {
   for (int64_t e = 0; e < p.E; e++) {
     const int64_t begin = p.offset_E1[e], n = p.count_E[e];

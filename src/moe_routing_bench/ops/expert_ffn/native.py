@@ -30,16 +30,16 @@ import torch
 from torch import Tensor
 
 from moe_routing_bench.core import cpp, levels
-from moe_routing_bench.core.dtypes import name_of
 from moe_routing_bench.core.experts import GATED, ExpertWeights, QuantisedExperts
 from moe_routing_bench.core.frozen import UNPACK, Form, Frozen
 from moe_routing_bench.core.host_allocator import recycled
 from moe_routing_bench.core.packed_files import PackedFiles
 from moe_routing_bench.core.plan import RoutingPlan
 from moe_routing_bench.core.topology import nodes_in_use
-from moe_routing_bench.formats.named import INT8_ROWS, coding_of, quantise
-from moe_routing_bench.formats.stored import Coding, Stored
+from moe_routing_bench.formats.named import quantise
+from moe_routing_bench.formats.stored import Stored
 from moe_routing_bench.ops import coded, nodes
+from moe_routing_bench.ops.coded import DTYPES, coding_in, format_of, panel, rounds_rows, why_not_store
 from moe_routing_bench.ops.expert_ffn.op import check_sizes, op, with_int8_rows
 from moe_routing_bench.ops.implementation import tensors_in
 from moe_routing_bench.ops.knobs import KnobSet, knob
@@ -65,9 +65,7 @@ SOURCE = Path(__file__).with_name("native.cpp")
 ACTIVATIONS = {
     name: i for i, name in enumerate(("gelu", "relu", "silu", "relu2", "geglu", "swiglu", "swiglu_oai"))
 }
-DTYPES = (torch.bfloat16, torch.float32)
 WRONG_PLAN = 3  # a return code of mrb_forward
-DEEPEST = 1 << 16  # how many products of a byte and an int8 fit in a sum of 32 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +148,7 @@ def _library(level: str | None) -> ctypes.CDLL:
         "mrb_packed_elements": (long, [long, long, number]),
         "mrb_pack": (None, [memory] * 2 + [long] * 6 + [number] * 3),
         "mrb_unpack": (None, [memory] * 2 + [long] * 3 + [number] * 3),
-        "mrb_pack_coded": (None, [*[memory] * 5, *[long] * 6, pointer(coded.CCoding), number]),
+        "mrb_pack_coded": (None, coded.PACK_ARGUMENTS),
         "mrb_copy_by_node": (number, [*[memory] * 2, *[long] * 3, pointer(nodes.CNodes), pointer(long)]),
         "mrb_forward": (number, [pointer(_Problem), number, number]),
     }
@@ -163,24 +161,15 @@ def _library(level: str | None) -> ctypes.CDLL:
 def stored(weights: ExpertWeights, *, store: str) -> ExpertWeights:
     """The weights it computes with, exact in float64."""
     if store != "bfloat16":
-        return QuantisedExperts.of(weights, _format(store)).dequantised()
+        return QuantisedExperts.of(weights, format_of(store)).dequantised()
     w_in_EDG, w_out_EFD = (w.detach().bfloat16() for w in (weights.w_in_EDG, weights.w_out_EFD))
     return replace(weights, w_in_EDG=w_in_EDG, w_out_EFD=w_out_EFD).to(dtype=torch.float64)
 
 
 def plain(x_TD: Tensor, gate_TK: Tensor, plan: RoutingPlan, weights: ExpertWeights, *, store: str) -> Tensor:
     """The reference, with rows of 8 bits if the kernel rounds them."""
-    reference = with_int8_rows if _int8_rows(store) else op.reference
+    reference = with_int8_rows if rounds_rows(store) else op.reference
     return reference(x_TD, gate_TK, plan, weights)
-
-
-def _format(store: str) -> str:
-    """ "int8_a8" -> "int8": how the weights alone are stored."""
-    return store.removesuffix(INT8_ROWS)
-
-
-def _int8_rows(store: str | None) -> bool:
-    return store is not None and store.endswith(INT8_ROWS)
 
 
 def freeze(
@@ -206,8 +195,8 @@ def freeze_stored(
     rounded, and the loaded weights are not needed any more. store: the format, optionally with _a8."""
     own = experts.validate().store
     store = store or own
-    if _format(store) != own:
-        raise ValueError(f"these weights are stored as {own}, not as {_format(store)}")
+    if format_of(store) != own:
+        raise ValueError(f"these weights are stored as {own}, not as {format_of(store)}")
     _must_freeze(dtype, store)
     return ExpertWeights(
         w_in_EDG=_pack_stored(experts.w_in, dtype, experts.activation in GATED, store, kept),
@@ -219,7 +208,7 @@ def freeze_stored(
 
 
 def why_not_freeze(dtype: torch.dtype, store: str | None, *tensors: Tensor) -> str | None:
-    return cpp.unsupported(SOURCE, None, *tensors) or _why_not_type(dtype, store)
+    return cpp.unsupported(SOURCE, None, *tensors) or why_not_store(dtype, store, 0)
 
 
 def _must_freeze(dtype: torch.dtype, store: str | None, *tensors: Tensor) -> None:
@@ -236,7 +225,7 @@ def _pack(w_EKN: Tensor, gated: bool, store: str | None, kept: PackedFiles | Non
 def _panels(w_EKN: Tensor, gated: bool, store: str | None) -> Tensor:
     library = _library(None)
     if store is not None and store != "bfloat16":
-        return coded.pack(quantise(w_EKN, _format(store)).decoded(), gated, library, _int8_rows(store))
+        return coded.pack(quantise(w_EKN, format_of(store)).decoded(), gated, library, rounds_rows(store))
     w_EKN = w_EKN if store is None else w_EKN.to(torch.bfloat16)
     E, depth, columns = w_EKN.shape
     panels = recycled.empty(E, library.mrb_packed_elements(depth, columns, gated), dtype=w_EKN.dtype)
@@ -254,7 +243,7 @@ def _pack_stored(
     return _frozen(
         form,
         list(tensors_in(stored)),
-        lambda: coded.pack_stored(stored, gated, _library(None), _int8_rows(store)),
+        lambda: coded.pack_stored(stored, gated, _library(None), rounds_rows(store)),
         kept,
     )
 
@@ -267,8 +256,8 @@ def _frozen(form: Form, source: list[Tensor], pack: Callable[[], Tensor], kept: 
         return Frozen(kept.panels((form, _packing_code()), source, pack), form)
     panels = pack()
     if topology is not None:
-        panel = _panel(_coding(form.store), form.size[1]) * panels.element_size()
-        panels = nodes.placed(panels, panel, topology, _library(None))
+        each = panel(coding_in(form.store), form.size[1]) * panels.element_size()
+        panels = nodes.placed(panels, each, topology, _library(None))
     return Frozen(panels, form)
 
 
@@ -304,10 +293,10 @@ def unsupported(
     store: str | None = None,
 ) -> str | None:
     dtype, w_in, w_out = x_TD.dtype, weights.w_in_EDG, weights.w_out_EFD
-    if (store is not None or dtype not in DTYPES) and (reason := _why_not_type(dtype, store)):
+    if (store is not None or dtype not in DTYPES) and (
+        reason := why_not_store(dtype, store, max(weights.D, weights.F))
+    ):
         return reason
-    if store is not None and _int8_rows(store) and max(weights.D, weights.F) > DEEPEST:
-        return f"rows of 8 bits are at most {DEEPEST} numbers long, not {max(weights.D, weights.F)}"
     if w_in.dtype != dtype:
         return cpp.other_dtypes(dtype, w_in.dtype)
     if (type(w_in) is Frozen) != (type(w_out) is Frozen):
@@ -320,21 +309,6 @@ def unsupported(
         w_in = w_out = w_in.panels
     reason = cpp.unsupported(SOURCE, level, x_TD, plan.pair_R, w_in, w_out)
     return reason or cpp.why_not_cast(dtype)
-
-
-def _why_not_type(dtype: torch.dtype, store: str | None) -> str | None:
-    if store is not None and store != "bfloat16":
-        try:
-            coding = coding_of(_format(store))
-        except ValueError as unknown:
-            return f"it stores weights as bfloat16 or in a format, and {unknown}"
-        if reason := coded.why_not(coding, _int8_rows(store)):
-            return reason
-    if store is not None and store == name_of(dtype):
-        return f"these weights are {store} already; leave store out"
-    if dtype not in DTYPES:
-        return cpp.other_dtypes(dtype, dtype)
-    return None
 
 
 def run(
@@ -366,8 +340,8 @@ def run(
     b_in_EG, b_out_ED = (
         None if b is None else b.detach().float().contiguous() for b in (weights.b_in_EG, weights.b_out_ED)
     )
-    coding, topology = _coding(store), None if plain else nodes_in_use()
-    for_c = coding and ctypes.pointer(coded.for_c(coding, _int8_rows(store)))
+    coding, topology = coding_in(store), None if plain else nodes_in_use()
+    for_c = coding and ctypes.pointer(coded.for_c(coding, rounds_rows(store)))
     shares = None if topology is None else nodes.for_c(topology)
     problem = _Problem(
         x_TD.data_ptr(), w_in.data_ptr(), w_out.data_ptr(), _pointer(b_in_EG),
@@ -375,7 +349,7 @@ def run(
         plan.pair_R.data_ptr(), plan.offset_E1.data_ptr(), plan.count_E.data_ptr(), y_TD.data_ptr(),
         x_TD.stride(0), T,
         max(plan.num_choices, 1), D, weights.F, weights.num_experts, in_E, out_E,
-        _panel(coding, D), _panel(coding, weights.F), in_D, in_G, out_F, out_D, plain,
+        panel(coding, D), panel(coding, weights.F), in_D, in_G, out_F, out_D, plain,
         ACTIVATIONS[weights.activation], torch.get_num_threads(), plan.pair_R.shape[0],
         shares and ctypes.pointer(shares), *knobs.numbers(),
     )  # fmt: skip
@@ -391,15 +365,6 @@ def run(
 
 def _wants_gradients(x_TD: Tensor, gate_TK: Tensor, weights: ExpertWeights) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((x_TD, gate_TK, weights)))
-
-
-def _coding(store: str | None) -> Coding | None:
-    return None if store is None or store == "bfloat16" else coding_of(_format(store))
-
-
-def _panel(coding: Coding | None, depth: int) -> int:
-    """The distance from one panel to the next, in elements."""
-    return -(-depth // 32) * 32 * 32 if coding is None else coded.panel_bytes(coding, depth)
 
 
 def _memory(w_EKN: Tensor) -> tuple[Tensor, tuple[int, ...]]:

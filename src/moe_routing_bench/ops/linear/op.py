@@ -6,24 +6,13 @@ that likes it packed defines freeze(w_FD), which gives a PackedMatrix.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 from torch.nn import functional
 
 from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.core.frozen import PackedMatrix
 from moe_routing_bench.ops.auto import resolve
 from moe_routing_bench.ops.registry import Op
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackedMatrix:
-    """A matrix as one implementation packed it: PackedMatrix(kernel="native", F=4096, D=2048, panels=...)."""
-
-    kernel: str
-    F: int
-    D: int
-    panels: Tensor
 
 
 def reference(x_TD: Tensor, w_FD: Tensor, b_F: Tensor | None) -> Tensor:
@@ -42,10 +31,10 @@ def cost(x_TD: Tensor, w_FD: Tensor, b_F: Tensor | None) -> Cost:
     )
 
 
-def why_not_packed(w_FD: Tensor | PackedMatrix, kernel: str) -> str | None:
+def why_not_packed(w_FD: Tensor | PackedMatrix, kernel: str, store: str | None = None) -> str | None:
     """Why this implementation cannot read the matrix; None if it can."""
-    if isinstance(w_FD, PackedMatrix) and w_FD.kernel != kernel:
-        return f"the matrix is packed for linear.{w_FD.kernel}"
+    if isinstance(w_FD, PackedMatrix) and (w_FD.kernel, w_FD.store) != (kernel, store):
+        return f"the matrix is packed for linear.{w_FD.label}"
     return None
 
 
@@ -63,6 +52,6 @@ def linear(
     >>> mrb.linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])).tolist()
     [[11.0]]
     """
-    return resolve(op, w_FD.kernel if isinstance(w_FD, PackedMatrix) and impl == "auto" else impl)(
+    return resolve(op, w_FD.label if isinstance(w_FD, PackedMatrix) and impl == "auto" else impl)(
         x_TD, w_FD, b_F
     )
