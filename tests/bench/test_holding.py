@@ -176,7 +176,7 @@ REQUESTS = {
     "userfaultfd by its device": "fcntl.ioctl(os.open('/dev/null', os.O_RDWR), 0xAA00, 0)",
     "memory of its parent by a file": "os.open(f'/proc/{os.getppid()}/mem', os.O_RDWR)",
     "memory of its parent, read": "os.open(f'/proc/{os.getppid()}/mem', os.O_RDONLY)",
-    "open files of its parent": "os.listdir(f'/proc/{os.getppid()}/fd')",
+    "open files of its parent": "os.open(f'/proc/{os.getppid()}/fd/0', os.O_RDONLY)",
 }
 LANDLOCKS = [name for name in REQUESTS if "of its parent" in name]
 ALLOWED = {

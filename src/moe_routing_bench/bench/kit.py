@@ -1,7 +1,8 @@
 """An implementation gets a time only if it passes the kit's hard cases for its operations, dtype and layout.
 
 The benchmark's own inputs are all alike: full batches, choices without gaps. The kit's are not (`mrb check`).
-What passed is remembered by the hash of the code that runs, so only changed code is checked again. Code from
+What passed is remembered by the hash of the code that runs, versions and settings, so what changed is
+checked again. Code from
 outside could write the file that remembers, so it is checked again by every command. The kit runs in the
 worker, where it finds mistakes in words; code from outside also hands over its results, which the parent
 judges itself.
@@ -22,8 +23,8 @@ from torch import Tensor
 
 from moe_routing_bench.bench.calls import Result, named_tensors, result_from, wrong_type
 from moe_routing_bench.bench.device import memory_place
-from moe_routing_bench.bench.identity import digest_of
-from moe_routing_bench.bench.sources import PACKAGE, Code
+from moe_routing_bench.bench.identity import digest_of, settings, versions
+from moe_routing_bench.bench.sources import PACKAGE, Code, compiler_version
 from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.bench.untrusted import read_file
@@ -167,10 +168,9 @@ class PassedKits:
 
     def _key(self, implementation: ImplementationRef, source: str) -> str:
         kit = Code.of([PACKAGE / "conformance" / "check.py"]).hash
-        where = (device_kind(self.experiment.device), this_machine().name, torch.__version__)
-        return digest_of(
-            [replace(implementation, frozen=False).title, source, kit, self.experiment.dtype, *where]
-        )
+        where = (device_kind(self.experiment.device), this_machine().name, compiler_version())
+        title = replace(implementation, frozen=False).title
+        return digest_of([title, source, kit, self.experiment.dtype, *where, versions(), settings()])
 
 
 def _read(path: Path) -> set[str]:
