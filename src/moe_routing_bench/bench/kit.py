@@ -89,8 +89,8 @@ def can_judge_kit(experiment: Experiment, implementation: ImplementationRef) -> 
 def judge_kit(
     path: Path, experiment: Experiment, implementation: ImplementationRef, ties: str, refused: Collection[str]
 ) -> None:
-    """Judges what code from outside handed over, in the parent, which loads nothing of it and decides what has
-    to be answered. ImplementationError unless every cell has a right result or is refused, and every
+    """Judges what code from outside handed over, in the parent, which loads nothing of it and decides what
+    has to be answered. ImplementationError unless every cell has a right result or is refused, and every
     operation has a result."""
     tensors = load(read_file(path, MAX_RESULT_BYTES))
     for op, name in span_named(experiment.span).named(implementation.name):

@@ -1,10 +1,10 @@
-"""What a process with code from outside may not ask of the kernel: a seccomp filter and a Landlock domain, which
-nothing undoes.
+"""What a process with code from outside may not ask of the kernel: a seccomp filter and a Landlock domain,
+which nothing undoes.
 
 It may compute, read and write files, start threads and run compilers. It may not touch other processes, leave
 the tree that its parent holds (holding.py), change clocks or limits, or have the kernel work while it stands
-still. A call that is refused fails with EPERM. New privileges are off too: set-uid programs get none. A filter
-does not see names of files, so Landlock refuses the memory of others in /proc, to root too.
+still. A call that is refused fails with EPERM. New privileges are off too: set-uid programs get none. A
+filter does not see names of files, so Landlock refuses the memory of others in /proc, to root too.
 """
 
 from __future__ import annotations
@@ -142,9 +142,10 @@ def landlock_version() -> int:
 
 
 def _enter_domain(version: int) -> None:
-    """Enters a Landlock domain of its own: no process outside it can be traced, nor its memory opened. A domain
-    must forbid something of files; this one forbids block devices."""
-    if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208  # it holds the thread that enters, and all it starts
+    """Enters a Landlock domain of its own: no process outside it can be traced, nor its memory opened. A
+    domain must forbid something of files; this one forbids block devices."""
+    # it holds the thread that enters, and all that comes of it
+    if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
         raise OSError(errno.EBUSY, "another thread runs already")
     libc, moves = _libc(), version > 1  # the first version forbids moves between folders, whatever it is told
     handled = struct.pack("=Q", MAKE_BLOCK | (REFER if moves else 0))
