@@ -329,6 +329,12 @@ OUTSIDE = {
     "numpy": lambda m: m.setattr(identity, "distribution_version", lambda name: "9.9.9"),
     "setting": lambda m: m.setenv("OMP_WAIT_POLICY", "active"),
     "nodes": lambda m: m.setenv("MRB_NODES", "0;1"),
+    "libraries": lambda m: m.setenv("LD_LIBRARY_PATH", "/opt/mine/lib"),
+    "C library": lambda m: m.setenv("GLIBC_TUNABLES", "glibc.cpu.x86_ibt=off"),
+    "OpenBLAS": lambda m: m.setenv("OPENBLAS_CORETYPE", "Haswell"),
+    "Numba": lambda m: m.setenv("NUMBA_NUM_THREADS", "3"),
+    "headers": lambda m: m.setenv("CPATH", "/opt/mine/include"),
+    "compiler": lambda m: m.setenv("CXX", "clang++"),
     "suite": lambda m: m.setattr(identity, "SUITE_VERSION", 99),
 }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from command_line import mrb, mrb_json
+from moe_routing_bench.bench.loaded import _places, is_under
 from moe_routing_bench.bench.runner import run_cell
 from moe_routing_bench.bench.status import Status
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
@@ -33,6 +34,12 @@ def run(y_RD, gate_TK, plan):
 '''
 LOADS = {
     "import": "sys.path.insert(0, str(WHERE))\nfrom parts_of_mine import factor",
+    # WHERE is a package with a module that imports its neighbour
+    "relative import": "sys.path.insert(0, str(WHERE.parent))\n"
+    "factor = importlib.import_module(f'{WHERE.name}.user').factor",
+    "spec_from_file_location": "from importlib.util import module_from_spec, spec_from_file_location\n"
+    "spec = spec_from_file_location('mine', WHERE / 'parts_of_mine.py')\n"
+    "mine = module_from_spec(spec)\nspec.loader.exec_module(mine)\nfactor = mine.factor",
     "text": "exec((WHERE / 'parts.txt').read_text())",
     "json": "factor = json.loads((WHERE / 'parts.json').read_text())['factor']",
     "library": "ctypes.CDLL(str(WHERE / 'libparts.so'))\nfactor = 1.0",
@@ -47,6 +54,8 @@ LOADS["library, denied"] = (
 def helpers(folder: Path, factor: float = 1.0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "parts_of_mine.py").write_text(f"factor = {factor}\n")
+    (folder / "__init__.py").touch()
+    (folder / "user.py").write_text("from .parts_of_mine import factor\n")
     (folder / "parts.txt").write_text(f"factor = {factor}\n")
     (folder / "parts.json").write_text(json.dumps({"factor": factor}))
     library = next(
@@ -100,6 +109,13 @@ def test_what_lies_elsewhere_is_named_and_gets_no_time(folder: Path, tmp_path: P
     write(folder, LOADS[how], tmp_path / "elsewhere")
     status, reason = status_of(folder)
     assert status is Status.SUSPECT and str(tmp_path / "elsewhere") in reason
+
+
+@pytest.mark.parametrize("name", ["mine/table.json", ".local/share/mine.json", ".config/mine.json"])
+def test_a_users_own_files_are_no_cache(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert not is_under(f"/home/somebody/{name}", _places())
+    assert is_under("/home/somebody/.cache/torch/x.so", _places())
 
 
 def test_a_changed_helper_is_measured_again(folder: Path, tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from statistics import median
 from types import SimpleNamespace
 
 import pytest
+from safetensors.torch import save_file
 
-from moe_routing_bench.bench import kit, measure, trial
+from moe_routing_bench.bench import identity, kit, measure, trial
 from moe_routing_bench.bench.floor import TOLERANCE, floor_seconds, raise_stored, too_fast
 from moe_routing_bench.bench.hosts import shared_worker
 from moe_routing_bench.bench.hosts.children import Child
 from moe_routing_bench.bench.hosts.host import Turn
-from moe_routing_bench.bench.hosts.messages import Described
+from moe_routing_bench.bench.hosts.messages import Described, KitRun
 from moe_routing_bench.bench.hosts.shared import SharedHost, check_clocks
 from moe_routing_bench.bench.roofs import Roofs, measure_roofs, store_roofs, stored_roofs
 from moe_routing_bench.bench.runner import Progress, run_cell
@@ -339,6 +340,63 @@ def test_who_supports_no_case_of_the_kit_has_not_passed_it(monkeypatch):
     experiment = cell_of("pack", "index_select+gather_sum")
     with pytest.raises(NotImplementedError, match=r"0 cases of combine\.gather_sum"):
         kit.run_kit(experiment, experiment.implementations[0])
+
+
+def test_the_parent_says_which_hard_cases_code_from_outside_must_answer(tmp_path):
+    """A worker said that it ran no case, handed over nothing, and passed."""
+    experiment = cell_of("combine", "gather_sum")
+    one, file = experiment.implementations[0], tmp_path / "kit.safetensors"
+    tensors, refused = kit.kit_results(experiment, one)
+    every = {name.rpartition("/")[0] + "/" for name in tensors} | set(refused)
+    plain = {name: tensor for name, tensor in tensors.items() if name.startswith("combine/plain/")}
+
+    def judged(handed_over: dict, refused: set[str]) -> Status:
+        save_file(handed_over, file)
+        try:
+            kit.judge_kit(file, experiment, one, "", refused)
+        except ImplementationError as failure:
+            return failure.status
+        return Status.PASSED
+
+    assert len(every) == 14 and not refused
+    assert judged({}, set()) is Status.SUSPECT
+    assert judged(plain, set()) is Status.SUSPECT
+    assert judged({}, every) is Status.UNSUPPORTED
+    assert judged(plain, every) is Status.PASSED
+    assert judged(tensors, set()) is Status.PASSED
+    assert judged({name: tensor + 1 for name, tensor in plain.items()}, every) is Status.WRONG_VALUE
+
+
+def test_a_kit_that_nobody_can_judge_has_at_least_run():
+    experiment = cell_of("expert_ffn", "native(store=int8)")
+    (one,) = experiment.implementations
+    answer = KitRun(passed=0, failed=0, first="")
+    host = SimpleNamespace(
+        setup=SimpleNamespace(experiment=experiment, outside={one}, about=lambda one: Described(label="")),
+        child=SimpleNamespace(ask=lambda *unused, **more: answer), place=lambda one: 0,
+    )  # fmt: skip
+    with pytest.raises(ImplementationError, match="none of the hard cases"):
+        SharedHost.kit(host, one)
+    answer = KitRun(passed=1, failed=0, first="")
+    assert SharedHost.kit(host, one) == answer
+
+
+def test_what_changes_results_changes_what_the_kit_remembers(monkeypatch, tmp_path):
+    monkeypatch.setenv("MRB_HOME", str(tmp_path))
+    experiment = cell_of("combine", "index_add")
+    (one,) = experiment.implementations
+    kit.PassedKits(experiment, outside=False).add(one, "abc")
+    changes = (
+        lambda m: m.setenv("OPENBLAS_CORETYPE", "Haswell"),
+        lambda m: m.setenv("LD_LIBRARY_PATH", "/somewhere"),
+        lambda m: m.setattr(identity, "distribution_version", lambda name: "9.9.9"),
+        lambda m: m.setattr(kit, "compiler_version", lambda: "g++ 99"),
+    )
+    for change in changes:
+        with monkeypatch.context() as patch:
+            change(patch)
+            assert not kit.PassedKits(experiment, outside=False).knows(one, "abc")
+    assert kit.PassedKits(experiment, outside=False).knows(one, "abc")
 
 
 def test_only_our_own_code_is_remembered_in_a_file(monkeypatch, tmp_path):

@@ -109,6 +109,7 @@ CLASSES: dict[str, dict[str, str]] = {
         "combine.describes_another": "PASSED",
         "combine.restores_before_the_print": "MUTATED_INPUT WRONG_VALUE",
         "combine.passes_its_own_kit": _WRONG,
+        "combine.skips_the_kit": "SUSPECT",
         "combine.supports_no_hard_case": "UNSUPPORTED",
         "combine.right_for_one_size": "WRONG_VALUE",
     },

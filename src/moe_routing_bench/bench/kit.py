@@ -1,7 +1,8 @@
 """An implementation gets a time only if it passes the kit's hard cases for its operations, dtype and layout.
 
 The benchmark's own inputs are all alike: full batches, choices without gaps. The kit's are not (`mrb check`).
-What passed is remembered by the hash of the code that runs, so only changed code is checked again. Code from
+What passed is remembered by the hash of the code that runs, versions and settings, so what changed is
+checked again. Code from
 outside could write the file that remembers, so it is checked again by every command. The kit runs in the
 worker, where it finds mistakes in words; code from outside also hands over its results, which the parent
 judges itself.
@@ -10,6 +11,7 @@ judges itself.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -21,9 +23,10 @@ from torch import Tensor
 
 from moe_routing_bench.bench.calls import Result, named_tensors, result_from, wrong_type
 from moe_routing_bench.bench.device import memory_place
-from moe_routing_bench.bench.identity import digest_of
-from moe_routing_bench.bench.sources import PACKAGE, Code
+from moe_routing_bench.bench.identity import digest_of, settings, versions
+from moe_routing_bench.bench.sources import PACKAGE, Code, compiler_version
 from moe_routing_bench.bench.spans.span import span_named
+from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.bench.untrusted import read_file
 from moe_routing_bench.conformance.arguments import fresh_arguments
 from moe_routing_bench.conformance.cases import KitCell
@@ -57,16 +60,22 @@ def _cells(experiment: Experiment, implementation: ImplementationRef, op: str, n
     ]
 
 
-def kit_results(experiment: Experiment, implementation: ImplementationRef) -> dict[str, Tensor]:
-    """What it returns for each cell that it supports, by name, for the judge. In a worker."""
+def kit_results(
+    experiment: Experiment, implementation: ImplementationRef
+) -> tuple[dict[str, Tensor], list[str]]:
+    """What it returns for each cell that it supports, by name, for the judge; and the cells that it refuses.
+    In a worker."""
     tensors: dict[str, Tensor] = {}
+    refused = []
     with torch_threads(1):
         for cell in kit_cells(experiment, implementation):
             out = result_of(cell)
-            if out is not None and not wrong_type(out):
+            if out is None:
+                refused.append(_name(cell))
+            elif not wrong_type(out):
                 named = named_tensors(Result(out=out))
                 tensors |= {f"{_name(cell)}{name}": tensor for name, tensor in named.items()}
-    return tensors
+    return tensors, refused
 
 
 def can_judge_kit(experiment: Experiment, implementation: ImplementationRef) -> bool:
@@ -78,26 +87,39 @@ def can_judge_kit(experiment: Experiment, implementation: ImplementationRef) -> 
 
 
 def judge_kit(
-    path: Path, experiment: Experiment, implementation: ImplementationRef, ties: str
-) -> tuple[int, str]:
-    """How many cells code from outside handed over a result of, and the first wrong one in words. In the
-    parent, which loads nothing of it."""
+    path: Path, experiment: Experiment, implementation: ImplementationRef, ties: str, refused: Collection[str]
+) -> None:
+    """Judges what code from outside handed over, in the parent, which loads nothing of it and decides what
+    has to be answered. ImplementationError unless every cell has a right result or is refused, and every
+    operation has a result."""
     tensors = load(read_file(path, MAX_RESULT_BYTES))
-    judged, wrong = 0, ""
     for op, name in span_named(experiment.span).named(implementation.name):
+        judged = 0
         for cell in _cells(experiment, implementation, op, name):
-            start = _name(cell)
+            start, where = _name(cell), f"{cell.case.name}, {cell.layout}"
             own = {
                 key.removeprefix(start): tensor for key, tensor in tensors.items() if key.startswith(start)
             }
-            if not own:
+            if not own and start in refused:
                 continue
+            if not own:
+                reason = f"it neither handed over a result of a hard case nor refused it: {where}"
+                raise ImplementationError(Status.SUSPECT, reason)
             judged += 1
             host_args = fresh_arguments(cell.op, cell.case, cell.layout, cell.dtype)
             result = result_from(own, Result(out=reference_of(cell).baseline))
-            for sentence in judge_output(None, cell, result.out, host_args, ties)[:1]:
-                wrong = wrong or f"{cell.case.name}, {cell.layout}: {sentence}"
-    return judged, wrong
+            for sentence in judge_output(None, cell, result.out, host_args, ties):
+                reason = f"it fails a hard case that it says it passes: {where}: {sentence}"
+                raise ImplementationError(Status.WRONG_VALUE, reason)
+        if not judged:
+            raise ImplementationError(Status.UNSUPPORTED, _ran_none(experiment, implementation, op, name))
+
+
+def _ran_none(experiment: Experiment, implementation: ImplementationRef, op: str, name: str) -> str:
+    return (
+        f"the kit ran 0 cases of {op}.{name}: it supports none of the hard cases for "
+        f"{experiment.dtype} in the layout {implementation.layout} (`mrb check`)"
+    )
 
 
 def _name(cell: KitCell) -> str:
@@ -112,10 +134,7 @@ def run_kit(experiment: Experiment, implementation: ImplementationRef) -> tuple[
     ran = [outcome for outcome in outcomes if outcome.status != "unsupported"]
     tried, known = ({(one.cell.op, one.cell.spec) for one in some} for some in (outcomes, ran))
     for op, name in sorted(tried - known):
-        raise NotImplementedError(
-            f"the kit ran 0 cases of {op}.{name}: it supports none of the hard cases for "
-            f"{experiment.dtype} in the layout {implementation.layout} (`mrb check`)"
-        )
+        raise NotImplementedError(_ran_none(experiment, implementation, op, name))
     failed = [outcome for outcome in ran if outcome.status == "failed"]
     first = [f"{one.cell.case.name}, {one.cell.layout}: {one.sentences[0]}" for one in failed[:1]]
     return len(ran) - len(failed), len(failed), "".join(first)
@@ -149,10 +168,9 @@ class PassedKits:
 
     def _key(self, implementation: ImplementationRef, source: str) -> str:
         kit = Code.of([PACKAGE / "conformance" / "check.py"]).hash
-        where = (device_kind(self.experiment.device), this_machine().name, torch.__version__)
-        return digest_of(
-            [replace(implementation, frozen=False).title, source, kit, self.experiment.dtype, *where]
-        )
+        where = (device_kind(self.experiment.device), this_machine().name, compiler_version())
+        title = replace(implementation, frozen=False).title
+        return digest_of([title, source, kit, self.experiment.dtype, *where, versions(), settings()])
 
 
 def _read(path: Path) -> set[str]:

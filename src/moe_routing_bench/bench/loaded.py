@@ -90,7 +90,7 @@ def _places() -> tuple[str, ...]:
     packages += [place for place in sys.path if place.endswith(("site-packages", "dist-packages"))]
     user = Path.home()
     caches = [os.environ[name] for name in CACHES if name in os.environ]
-    caches += [str(user / name) for name in (".cache", ".triton", ".nv", ".config", ".local")]
+    caches += [str(user / name) for name in (".cache", ".triton", ".nv", ".config/matplotlib")]
     caches += [str(path) for path in Path(tempfile.gettempdir()).glob("torchinductor_*")]
     python = (sys.prefix, sys.base_prefix, sys.exec_prefix)
     all_of_them = (*SYSTEM, str(PACKAGE), str(home()), *python, *packages, *caches)

@@ -173,7 +173,7 @@ def _believed(comparison: Comparison, pair: Paired, floor: float) -> Comparison:
     if comparison.verdict != "FASTER":
         return comparison
     if not pair.trusted:
-        why = "nothing here keeps code from outside still (ptrace and seccomp do); --trust believes it"
+        why = "nothing here holds code from outside (ptrace, seccomp and Landlock do); --trust believes it"
     elif pair.elsewhere is None:
         return comparison
     elif compare(pair.elsewhere, pair.own, aa_floor=floor, delta=DELTA_APART).verdict == "FASTER":

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_routing_bench.bench.floor import too_fast
-from moe_routing_bench.bench.hosts.children import HELD
+from moe_routing_bench.bench.hosts.children import HELD, HELD_BEFORE
 from moe_routing_bench.bench.measure import WARM_SAMPLES
 from moe_routing_bench.bench.spans.span import all_threads, is_ours, ranked, span_named
 from moe_routing_bench.bench.verdict import TARGET, Paired, compare_cell
@@ -219,7 +219,7 @@ def _paired(record: Record, partner: Record, baseline: Record, seconds: Mapping[
         elsewhere=seconds[baseline.record_id][: len(own)] if shares else None,
         # records before the axis `trust` was there were not asked
         trusted=is_ours(record.implementation.origin)
-        or record.protocol.held == HELD
+        or record.protocol.held in (HELD, HELD_BEFORE)
         or record.experiment.trust is not False,
     )
 

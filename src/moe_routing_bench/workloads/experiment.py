@@ -247,7 +247,7 @@ class Experiment:
     )
     trust: bool = _how(
         False,
-        "Call code from outside FASTER also where the system cannot hold it (no ptrace, no seccomp).",
+        "Call code from outside FASTER also where no ptrace, seccomp or Landlock holds it.",
         flag="--trust",
         since=3,
     )

@@ -24,7 +24,7 @@ from typing import Any, Self, TypeVar
 import psutil
 from pydantic import ValidationError
 
-from moe_routing_bench.bench.hosts.filtering import is_filtered
+from moe_routing_bench.bench.hosts.filtering import is_filtered, landlock_version
 from moe_routing_bench.bench.hosts.freezing import GoneError
 from moe_routing_bench.bench.hosts.holding import Tree
 from moe_routing_bench.bench.hosts.messages import Prepared, Ready, Reply, Timed
@@ -45,7 +45,8 @@ from moe_routing_bench.workloads.experiment import Experiment
 
 MAX_ANSWER_BYTES = 2**20
 LOG_TAIL = 2_000
-HELD = "ptrace + seccomp"  # what holds code from outside where the system has both
+# what holds code from outside where the system has all of it; as records from before Landlock say it
+HELD, HELD_BEFORE = "ptrace + seccomp + landlock", "ptrace + seccomp"
 _now_ns = time.perf_counter_ns
 A = TypeVar("A", bound=Reply)
 
@@ -104,9 +105,12 @@ class Child:
 
     @property
     def held(self) -> str:
-        """By what: HELD, or a part of it."""
+        """By what: HELD, or a part of it and what this system lacks."""
         filtered = is_filtered(dict(re.findall(r"^(\w+):\s+(.*)$", self._status(), re.M)))
-        return " + ".join(["ptrace"] * (self._tree is not None) + ["seccomp"] * filtered)
+        parts = ["ptrace"] * (self._tree is not None) + ["seccomp"] * filtered
+        if landlock_version():  # then it is in a domain, or it has no filter
+            return " + ".join([*parts, *["landlock"] * filtered])
+        return f"{' + '.join(parts)}, no landlock"
 
     def mapped(self) -> list[str]:
         """Libraries from elsewhere than Python, the system and this package, by the system's list."""

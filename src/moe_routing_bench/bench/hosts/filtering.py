@@ -1,8 +1,10 @@
-"""What a process with code from outside may not ask of the kernel: a seccomp filter, which nothing undoes.
+"""What a process with code from outside may not ask of the kernel: a seccomp filter and a Landlock domain,
+which nothing undoes.
 
 It may compute, read and write files, start threads and run compilers. It may not touch other processes, leave
 the tree that its parent holds (holding.py), change clocks or limits, or have the kernel work while it stands
-still. A call that is refused fails with EPERM. New privileges are off too: set-uid programs get none.
+still. A call that is refused fails with EPERM. New privileges are off too: set-uid programs get none. A
+filter does not see names of files, so Landlock refuses the memory of others in /proc, to root too.
 """
 
 from __future__ import annotations
@@ -69,10 +71,13 @@ REFUSED = {
 CLONE_UNTRACED = 0x00800000
 NEW_NAMESPACES = 0x7E020000
 SET_OWNER = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: a file that signals others
-SET_OWNER_BY_IOCTL = (0x8901, 0x8902, 0x5412)  # FIOSETOWN, SIOCSPGRP; TIOCSTI types for the user
+# FIOSETOWN, SIOCSPGRP; TIOCSTI types for the user; USERFAULTFD_IOC_NEW of /dev/userfaultfd
+IOCTLS = (0x8901, 0x8902, 0x5412, 0xAA00)
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 X32 = 0x40000000  # a second table of calls on x86_64
 SECCOMP = (317, 277)
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # of Landlock
+MAKE_BLOCK, REFER = 1 << 11, 1 << 13  # make a block device; move files between folders
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, ERROR, KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -108,7 +113,7 @@ def steps(own_pid: int, machine: str = platform.machine()) -> list[Step]:
         on(numbers, (LOAD, 0, 0, _argument(0)), (EQUAL, 0, 1, 0), yes, no)
     low, high = (LOAD, 0, 0, _argument(2)), (LOAD, 0, 0, _argument(2, high=True))
     on((302, 261), low, (EQUAL, 0, 2, 0), high, (EQUAL, 1, 0, 0), no, yes)  # prlimit64: asking, not setting
-    for numbers, refused in (((72, 25), SET_OWNER), ((16, 29), SET_OWNER_BY_IOCTL)):  # fcntl, ioctl
+    for numbers, refused in (((72, 25), SET_OWNER), ((16, 29), IOCTLS)):  # fcntl, ioctl
         tests = [(EQUAL, len(refused) - place, 0, value) for place, value in enumerate(refused)]
         on(numbers, (LOAD, 0, 0, _argument(1)), *tests, yes, no)
     return [*program, yes]
@@ -122,11 +127,47 @@ def forbid() -> None:
     program = b"".join(struct.pack("=HBBI", *step) for step in steps(os.getpid(), machine))
     code = ctypes.create_string_buffer(program)
     given = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = _libc()
     no_new_privileges, set_filter, all_threads = 38, 1, 1
     number = SECCOMP[ARCHITECTURES[machine][0]]
-    if libc.prctl(no_new_privileges, 1, 0, 0, 0) or libc.syscall(number, set_filter, all_threads, given):
+    _must(libc.prctl(no_new_privileges, 1, 0, 0, 0))
+    if version := landlock_version():
+        _enter_domain(version)
+    _must(libc.syscall(number, set_filter, all_threads, given))  # last: who is filtered has all of it
+
+
+def landlock_version() -> int:
+    """0 if this system has no Landlock."""
+    return max(0, _libc().syscall(CREATE_RULESET, None, 0, 1)) if sys.platform == "linux" else 0
+
+
+def _enter_domain(version: int) -> None:
+    """Enters a Landlock domain of its own: no process outside it can be traced, nor its memory opened. A
+    domain must forbid something of files; this one forbids block devices."""
+    # it holds the thread that enters, and all that comes of it
+    if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
+        raise OSError(errno.EBUSY, "another thread runs already")
+    libc, moves = _libc(), version > 1  # the first version forbids moves between folders, whatever it is told
+    handled = struct.pack("=Q", MAKE_BLOCK | (REFER if moves else 0))
+    ruleset = _must(libc.syscall(CREATE_RULESET, handled, len(handled), 0))
+    root = os.open("/", os.O_PATH | os.O_CLOEXEC)
+    try:
+        if moves:
+            _must(libc.syscall(ADD_RULE, ruleset, 1, struct.pack("=Qi", REFER, root), 0))
+        _must(libc.syscall(RESTRICT_SELF, ruleset, 0))
+    finally:
+        os.close(root)
+        os.close(ruleset)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _must(answer: int) -> int:
+    if answer < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return answer
 
 
 def is_filtered(status: Mapping[str, str]) -> bool:

@@ -43,7 +43,7 @@ class Reading:
 
     new_threads: how many more there are after it
     used, launch_seconds: what timed it on a device, and how long the host took to launch one call
-    held: what keeps its process still between turns, "ptrace + seccomp"; "" if nothing does
+    held: what keeps its process still between turns, "ptrace + seccomp + landlock"; "" if nothing does
     """
 
     seconds: float

@@ -39,12 +39,21 @@ def serve(pipe: Connection, experiment_json: str, scratch: str, cores: tuple[int
     experiment = Experiment.from_json(experiment_json)
     given = json.loads(plan)
     settle(experiment, Path(scratch), pipe.fileno(), cores, given["fds"])
+    # before it is held, since nothing of its parent can be opened afterwards
+    slots = SharedMemory.open(given["slots"], given["slots_bytes"], writable=True)
+    weights = given["weights"] and SharedMemory.open(given["weights"], given["weights_bytes"], writable=False)
     wait_until_held(pipe)
-    answer_requests(pipe, lambda: _Outside(experiment, given).requests())
+    answer_requests(pipe, lambda: _Outside(experiment, given, slots, weights or None).requests())
 
 
 class _Outside:
-    def __init__(self, experiment: Experiment, plan: Mapping[str, Any]):
+    def __init__(
+        self,
+        experiment: Experiment,
+        plan: Mapping[str, Any],
+        slots: SharedMemory,
+        weights: SharedMemory | None,
+    ):
         for folder in experiment.include:
             include_folder(folder)  # first: the span may be an operation from outside
         self.experiment, self.span, (self.implementation,) = (
@@ -52,13 +61,11 @@ class _Outside:
             span_named(experiment.span),
             experiment.implementations,
         )
-        self.slots = SharedMemory.open(plan["slots"], plan["slots_bytes"], writable=True)
-        self.slot_bytes, self.places = plan["slot_bytes"], places_from_json(plan["places"])
+        self.slots, self.slot_bytes = slots, plan["slot_bytes"]
+        self.places = places_from_json(plan["places"])
         inputs = Inputs(experiment)
-        if plan["weights"]:
-            memory = SharedMemory.open(plan["weights"], plan["weights_bytes"], writable=False)
-            places = places_from_json(plan["weights_places"])
-            tensors = [memory.tensor(place) for place in places]
+        if weights is not None:
+            tensors = [weights.tensor(place) for place in places_from_json(plan["weights_places"])]
             use_weights(inputs, dict(zip(plan["weights_names"], tensors, strict=True)), plan["activation"])
         self.weights_in_use = inputs.weights if self.span.weights else None
         self.flusher = CacheFlusher() if experiment.cache != "hot" else None

@@ -55,11 +55,12 @@ class HandedOver(Reply):
 
 
 class KitRun(Reply):
-    """How many cells of the kit passed and failed, and the first failure in words."""
+    """How many cells of the kit passed and failed, the first failure in words, and the cells it refuses."""
 
     passed: Annotated[int, Field(ge=0, le=10**6)]
     failed: Annotated[int, Field(ge=0, le=10**6)]
     first: Text
+    refused: Annotated[tuple[Text, ...], Field(max_length=10_000, strict=False)] = ()
 
 
 class Loaded(Reply):

@@ -34,6 +34,7 @@ from moe_routing_bench.bench.inputs import ROUTINGS, Inputs
 from moe_routing_bench.bench.kit import can_judge_kit, judge_kit
 from moe_routing_bench.bench.series import Series
 from moe_routing_bench.bench.setup import GATE_CALLS, Setup
+from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.bench.status import ImplementationError, Status
 from moe_routing_bench.bench.untrusted import read_file
 from moe_routing_bench.workloads.axes import values_of
@@ -129,28 +130,22 @@ class SharedHost:
     def kit(self, implementation: ImplementationRef) -> KitRun:
         """The hard cases of `mrb check`, all of them in the process. If the code is from outside, its results
         are judged here: what it says of itself must be so."""
-        judged_here = implementation in self.setup.outside and can_judge_kit(
-            self.setup.experiment, implementation
-        )
+        experiment, outside = self.setup.experiment, implementation in self.setup.outside
+        judged_here = outside and can_judge_kit(experiment, implementation)
         name = "kit" if judged_here else ""
         answer = self.child.ask("kit", KitRun, place=self.place(implementation), name=name)
-        if judged_here and not answer.failed:
-            self._judge_kit(answer, implementation)
-        return answer
-
-    def _judge_kit(self, answer: KitRun, implementation: ImplementationRef) -> None:
-        file, ties = self.child.file("kit"), self.setup.about(implementation).ties
+        if answer.failed or not outside:
+            return answer
+        ties = self.setup.about(implementation).ties
         try:
-            judged, wrong = judge_kit(file, self.setup.experiment, implementation, ties)
+            if judged_here:
+                judge_kit(self.child.file("kit"), experiment, implementation, ties, answer.refused)
+            elif not answer.passed and span_named(experiment.span).named(implementation.name):
+                raise ImplementationError(Status.UNSUPPORTED, "it says that it ran none of the hard cases")
         except (ValueError, SafetensorError) as error:
             reason = f"its results of the hard cases: {error}"
             raise ImplementationError(Status.WRONG_STRUCTURE, reason) from None
-        if wrong:
-            reason = f"it fails a hard case that it says it passes: {wrong}"
-            raise ImplementationError(Status.WRONG_VALUE, reason)
-        if judged < answer.passed:
-            reason = f"it says it passes {answer.passed} hard cases, and handed over results of {judged}"
-            raise ImplementationError(Status.SUSPECT, reason)
+        return answer
 
     def loaded(self) -> tuple[str, ...]:
         """Files that the process has loaded from elsewhere than Python, the system and this package: by its

@@ -141,9 +141,11 @@ class _Worker:
         """name: of the file for the results; empty if nobody asks for them."""
         one = self.experiment.implementations[place]
         passed, failed, first = run_kit(self.experiment, one)
+        refused: list[str] = []
         if name and not failed:
-            save_file(kit_results(self.experiment, one), self.scratch / f"{name}.safetensors")
-        return {"passed": passed, "failed": failed, "first": first[:2000]}
+            tensors, refused = kit_results(self.experiment, one)
+            save_file(tensors, self.scratch / f"{name}.safetensors")
+        return {"passed": passed, "failed": failed, "first": first[:2000], "refused": refused}
 
     def prepare(
         self, place: int, first: int, step: int, calls: int, keep: int, warm: bool, poison: bool

