@@ -6,7 +6,8 @@
 The second command shows the rules; with --write it writes them. For each operation it looks for the shortest
 list of rules whose regret is at most 1.03 at the median and 1.10 at the 95th percentile. A rule names one
 implementation, for one dtype, at most so many rows per expert or elements, or gradients; the last is for all
-other calls. Rows of other machines stay as they are.
+other calls. Rows of other machines stay as they are, and before the rules those with a condition that the
+sweep does not vary: most_queries, and gradients that were not timed.
 """
 
 from __future__ import annotations
@@ -126,6 +127,17 @@ def may_run(op: Op, spec: str) -> bool:
     return not (found.forward_only or found.reuses_output or found.stored) and found.ties != "any"
 
 
+def joined(made: list[Preference], table: Sequence[Preference], those: Sequence[str]) -> list[Preference]:
+    """The new table: what the sweep does not vary, the rules that were made, the rows of other machines."""
+    first = [row for row in table if row.most_queries or (row.gradients and row.evidence.startswith("not "))]
+    left = [
+        replace(row, machines=tuple(m for m in row.machines if m not in those))
+        for row in table
+        if row not in first
+    ]
+    return [*first, *made, *(row for row in left if row.machines)]
+
+
 def written(rows: Sequence[Preference], op: str) -> str:
     def value(it: Any) -> str:
         if it in CONSTANTS:
@@ -167,13 +179,10 @@ def main(machines: str, folder: str, evidence: str, write: bool) -> None:
         made = [replace(r, machines=those, evidence=f"{evidence}: regret {numbers}") for r in rules]
         for row in made:
             print(name, row)
-        left = [
-            replace(row, machines=tuple(m for m in row.machines if m not in those))
-            for row in import_module(f"{op.package}.preferences").PREFERENCES
-        ]
         if write:
             path = Path(op.file).with_name("preferences.py")
-            path.write_text(written([*made, *(row for row in left if row.machines)], name))
+            table = import_module(f"{op.package}.preferences").PREFERENCES
+            path.write_text(written(joined(made, table, those), name))
             subprocess.run(["ruff", "format", "-q", str(path)], check=True)
 
 

@@ -56,11 +56,13 @@ class Preference:
     dtype: torch.dtype | None = None  # of the first argument; None: any
     most_rows: float | None = None  # pairs of token and choice per expert, for an op that takes a plan
     most_elements: int | None = None  # numbers in the first argument: tokens x experts, or rows x width
+    most_queries: int | None = None  # of one sequence and head, for attention
     gradients: bool | None = None  # True: with gradients, False: without; None: both
 
     @property
     def always(self) -> bool:
-        return self.dtype is self.most_rows is self.most_elements is self.gradients is None
+        conditions = self.dtype, self.most_rows, self.most_elements, self.most_queries, self.gradients
+        return all(one is None for one in conditions)
 
 
 def fits(row: Preference, args: tuple[Any, ...]) -> bool:
@@ -69,6 +71,8 @@ def fits(row: Preference, args: tuple[Any, ...]) -> bool:
     if row.dtype is not None and leading(args).dtype != row.dtype:
         return False
     if row.most_elements is not None and leading(args).numel() > row.most_elements:
+        return False
+    if row.most_queries is not None and leading(args).shape[-2] > row.most_queries:
         return False
     if row.most_rows is not None and rows_per_expert(args) > row.most_rows:
         return False
