@@ -88,7 +88,7 @@ def compared(
     before: dict[str, Any], rows: list[Compiled], document: dict[str, Any], op: str, impl: str, *,
     configs: bool,
 ) -> list[str]:  # fmt: skip
-    """Returns what needs more than in an earlier document, and which of Triton's kernels only one of the two has.
+    """Returns what needs more than in an earlier document, and which Triton kernels only one of both has.
     ValueError if it is of another Triton."""
     if before["triton"] != document["triton"]:
         raise ValueError(
