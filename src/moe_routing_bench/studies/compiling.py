@@ -81,7 +81,7 @@ def as_lines(document: dict[str, Any]) -> str:
 
 
 def compared(before: dict[str, Any], rows: list[Compiled], document: dict[str, Any]) -> list[str]:
-    """Returns what needs more than in an earlier document. ValueError if that is of another Triton."""
+    """What needs more than in an earlier document. ValueError if that is of another Triton."""
     if before["triton"] != document["triton"]:
         raise ValueError(
             f"the file was made with triton {before['triton']}, this is {document['triton']}, so their code "
