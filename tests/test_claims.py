@@ -26,8 +26,14 @@ PAGES = [
         for name in "formats gpu kernels layouts parallel quality routers study/README which_router".split()
     ),
 ]
-# 2.2x, 31 %, 1.5 ms, 0.12 s, 1.842 ± 0.077
-MEASURED = re.compile(r"\d[\d.]*(x\b| ?%| (ms|s|GB/s)\b)|± \d[\d.]*")
+COUNTED = (
+    "accesses cells comparisons disagreements faults kernels launches layouts records runs servers workers"
+)
+# 2.2x, 31 %, 1.5 ms, 0.12 s, 1.842 ± 0.077, 40 planted faults
+MEASURED = re.compile(
+    r"\d[\d.]*(x\b| ?%| (ms|s|GB/s)\b)|± \d[\d.]*"
+    rf"|\b\d[\d,]*(\s[a-zA-Z]\w*)?\s({COUNTED.replace(' ', '|')})\b"
+)
 # tables that quality.py, which_router.py and figures.py write; their tests compare them
 WRITTEN = r"<!-- table (?P<name>\w+): begin -->.*?<!-- table (?P=name): end -->"
 # sentences with numbers that nobody measured
@@ -39,6 +45,9 @@ RULES = {
     "100 % and 0 if all experts": "the ends of a scale",
     "the 95 % interval": "the level of an interval",
     "A share near 100 %": "the end of a scale",
+    "vLLM's 8 and 4 bit kernels": "widths of weights",
+    "Above 10^7 records": "advice on when to divide the work",
+    "the same 60 cells": "how many were run: measurements/fleet/engines.py",
     "connections close | 5 s |": "notes wait that long: parallel/ranks.py",
     "twice the timeout and 10 s": "the same",
     "saves more than 2 % of": "the rule of `mrb parallel place`",

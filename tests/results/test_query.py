@@ -394,7 +394,7 @@ def test_a_process_ends_with_its_parent(folder: Path) -> None:
     finally:
         parent.kill()
         parent.wait()
-    assert not psutil.wait_procs(children, timeout=20)[1]
+    assert not psutil.wait_procs(children, timeout=40)[1]
 
 
 def maps_duckdb(process: psutil.Process) -> bool:

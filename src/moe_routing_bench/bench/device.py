@@ -17,19 +17,19 @@ OTHERS_BYTES = 2 * 2**30  # a process that computes holds more; a display and ou
 
 
 def memory_place(device: str) -> str:
-    """The torch device that holds the tensors."""
+    """Returns the torch device that holds the tensors."""
     return "cpu" if device_kind(device) == "pretend" else device
 
 
 def cuda_of(device: str) -> Any:
-    """torch.cuda, or the stand-in for a pretended device."""
+    """Returns torch.cuda, or the stand-in for a pretended device."""
     return pretended(device) if device_kind(device) == "pretend" else torch.cuda
 
 
 def clock_for(device: str, view: str, *, replayable: bool = True) -> Clock:
-    """replayable: the calls may be made several times, and a graph may replay them. Others are timed between
-    events: a backward alone, which can be made once, and code from outside, because the parent's clock must
-    agree and cannot tell a capture from hidden work."""
+    """Returns the clock for a device. replayable: the calls may be made several times, and a graph may replay
+    them. Others are timed between events: a backward alone, which can be made once, and code from outside,
+    because the parent's clock must agree and cannot tell a capture from hidden work."""
     if view == "host_wall":
         return HostClock(device)
     cuda = cuda_of(device)
@@ -41,7 +41,7 @@ def clock_for(device: str, view: str, *, replayable: bool = True) -> Clock:
 
 
 def why_no_gpu(device: str) -> str | None:
-    """Why torch cannot use a GPU, in the words of torch or its driver; None if it can."""
+    """Says why torch cannot use a GPU, in the words of torch or its driver; None if it can."""
     cuda = cuda_of(device)
     if cuda.is_available():
         return None
@@ -53,8 +53,8 @@ def why_no_gpu(device: str) -> str | None:
 
 
 def others_on(device: str) -> str:
-    """A sentence if another process uses the GPU; empty if none does. It is asked before our tensors are
-    there."""
+    """Says in a sentence that another process uses the GPU; empty if none does. It is asked before our
+    tensors are there."""
     if device == "cpu":
         return ""
     free, total = cuda_of(device).mem_get_info()

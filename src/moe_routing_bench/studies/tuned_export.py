@@ -61,14 +61,14 @@ class Export:
 
 
 def spec_of(row: Row) -> str:
-    """The same tile of our kernel, to be measured: triton_fused(block_k=64,block_m=16,...)."""
+    """Returns the same tile of our kernel, to be measured: triton_fused(block_k=64,block_m=16,...)."""
     values = {option: getattr(row, field) for option, field in OPTIONS.items()}
     given = ",".join(f"{option}={value}" for option, value in sorted(values.items()) if value is not None)
     return f"{KERNEL}({given})"
 
 
 def row_of(spec: str) -> Row | None:
-    """The tile in a spec; None if it is of another kernel, or says more or less than a row can."""
+    """Returns the tile in a spec; None if it is of another kernel, or says more or less than a row can."""
     name, options = parse_spec(spec)
     if name != KERNEL or set(options) != set(OPTIONS):
         return None
@@ -85,7 +85,7 @@ def export_of_imported(file: TunedFile, source: Path) -> Export:
 
 
 def exports_of_results(folder: Path, project: Project) -> list[Export]:
-    """A file for each E, F and dtype of a results folder. ValueError if nothing in it can be a row."""
+    """Makes a file for each E, F and dtype of a results folder. ValueError if nothing in it can be a row."""
     run = read_run(folder, LeftOut())
     gpus = {key: machine.get("gpus") for key, _, machine in environments(folder)}
     cells: dict[TunedName, dict[int, tuple[CellRun, dict[str, Record]]]] = {}
@@ -219,8 +219,8 @@ def write_imported(file: TunedFile, target: Path) -> None:
 
 
 def specs(file: TunedFile) -> dict[int, tuple[str, str]]:
-    """For each M, the tile of our kernel like the row's, and the one like the project's default; "" if the
-    name does not say enough for a default."""
+    """Returns for each M the tile of our kernel like the row's, and the one like the project's default; "" if
+    the name does not say enough for a default."""
     found = {}
     for M, row in file.rows.items():
         if not isinstance(row, FlyRow):

@@ -113,7 +113,7 @@ class TunedName:
 
     @staticmethod
     def parse(file_name: str) -> TunedName | None:
-        """None if it does not look like the name of a tuned file."""
+        """Reads the name of a tuned file; None if it does not look like one."""
         if (found := NAME.fullmatch(file_name)) is None:
             return None
         block = (int(found["n"]), int(found["k"])) if found["n"] else None
@@ -124,7 +124,7 @@ class TunedName:
         )  # fmt: skip
 
     def written(self, project: Project) -> str:
-        """The name as the project's loader makes it for this layer and device."""
+        """Returns the name as the project's loader makes it for this layer and device."""
         device = self.device
         if project == "vllm" and "H200" in device.split("_"):
             device = "NVIDIA_H200"
@@ -139,7 +139,7 @@ class TunedName:
 
     @property
     def target(self) -> Target | None:
-        """The device's architecture; None if it is not in our table."""
+        """Returns the device's architecture; None if it is not in our table."""
         for name, words in ARCHITECTURES.items():
             if re.search(rf"(?:^|_)(?:{words})(?:[-_]|$)", self.device):
                 return Target.named(name)
@@ -208,7 +208,7 @@ class RowProof(BaseModel):
 
 
 class Proof(BaseModel):
-    """What stands beside a tuned file; sha256 is that of the tuned file."""
+    """The proof beside a tuned file; sha256 is that of the tuned file."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
     document_schema: Annotated[Literal["moe-routing-bench tuned proof"], Field(alias="schema")]
@@ -238,7 +238,7 @@ def own_document(file: TunedFile) -> dict[str, Any]:
 
 
 def project_of(path: Path) -> Project:
-    """By the folder that SGLang needs, and by what only its names have."""
+    """Recognises the project by the folder that SGLang needs, and by what only its names have."""
     sglang = TRITON_FOLDER.fullmatch(path.absolute().parent.name) or re.search(
         r", |_down\.json$|per_channel_quant", path.name
     )
@@ -246,7 +246,8 @@ def project_of(path: Path) -> Project:
 
 
 def read_json(path: Path, limit: int = MAX_BYTES) -> tuple[dict[str, Any], str]:
-    """An object and the hash of its bytes; ValueError with a sentence if that is not what the file holds."""
+    """Returns an object and the hash of its bytes; ValueError with a sentence if that is not what the file
+    holds."""
     try:
         if not path.is_file():
             raise ValueError("it is not a file")
@@ -285,7 +286,8 @@ def read_tuned(path: Path, project: Project | None = None) -> TunedFile:
 
 
 def read_proof(path: Path) -> Proof | None:
-    """The proof beside a tuned file; None if there is none. ValueError if it is not of this very file."""
+    """Returns the proof beside a tuned file; None if there is none. ValueError if it is not of this very
+    file."""
     beside = path.with_suffix(PROOF)
     if not beside.exists():
         return None
@@ -331,7 +333,7 @@ def _rows(document: Mapping[str, Any], kind: type[Row] | type[FlyRow]) -> dict[i
 
 
 def why_never_loaded(path: Path, name: TunedName, project: Project) -> str | None:
-    """Why no layer and device make the loader ask for this file; None if some may."""
+    """Says why no layer and device make the loader ask for this file; None if some may."""
     if name.dtype and name.dtype not in DTYPES[project]:
         return f"no layer asks for dtype={short(name.dtype)}: there are {', '.join(DTYPES[project])}"
     if re.search(r"\s" if project == "sglang" else r"[\s/]", name.device):

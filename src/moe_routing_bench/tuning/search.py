@@ -19,7 +19,7 @@ from moe_routing_bench.ops.knobs import settings, stages
 from moe_routing_bench.ops.registry import Op
 
 FEW = 4  # settings that one race can rank
-MANY = 300  # settings from which on a model of the space (TPE) may be worth its name
+MANY = 300  # with at least so many settings a model of the space (TPE) can help
 BATCH = 8  # settings that TPE asks for at once, and times together
 BATCHES = 8
 
@@ -37,19 +37,19 @@ Search: TypeAlias = Generator[Race, Ratios, None]
 
 
 class Space(Protocol):
-    """What a search needs to know."""
+    """What a search must know of a kernel's settings."""
 
     @property
     def starts(self) -> Sequence[str]:
-        """Implementations, the default first."""
+        """Returns the implementations, the default first."""
         ...
 
     def stages(self, setting: str) -> list[list[str]]:
-        """Names of knobs that are tried together."""
+        """Returns names of knobs that are tried together."""
         ...
 
     def settings(self, setting: str, names: Sequence[str]) -> list[str]:
-        """Every choice of values of these knobs, the others as in `setting`."""
+        """Returns every choice of values of these knobs, with the others as in `setting`."""
         ...
 
 
@@ -81,7 +81,8 @@ def _spec(name: str, config: Mapping[str, Any]) -> str:
 
 
 def halving(asked: Sequence[str], seen: dict[str, float], races_left: int) -> Search:
-    """Successive halving: all of them for a while, then the better half for as long, until few are left.
+    """Races all settings for a while, then the better half for as long, until few are left (successive
+    halving).
     Ratios go into `seen`; what is there already is not asked for again."""
     left = [one for one in dict.fromkeys(asked) if one not in seen]
     while left:
@@ -93,7 +94,7 @@ def halving(asked: Sequence[str], seen: dict[str, float], races_left: int) -> Se
 
 
 def rungs(number: int) -> int:
-    """How many races `halving` takes."""
+    """Returns how many races `halving` takes."""
     races = 1 if number else 0
     while number > FEW:
         number, races = math.ceil(number / 2), races + 1
@@ -101,8 +102,8 @@ def rungs(number: int) -> int:
 
 
 def greedy(space: Space, *, pairs: bool = True) -> Search:
-    """One stage after the other, each given the best of the others; then the pairs of knobs that were turned
-    in different stages, because they may interact."""
+    """Searches one stage after the other, each with the best of the others; then the pairs of knobs that were
+    turned in different stages, because they may interact."""
     default = space.starts[0]
     seen = {default: 1.0}
     yield from halving(space.starts, seen, races_left=2 * rungs(len(space.starts)))
@@ -120,14 +121,15 @@ def greedy(space: Space, *, pairs: bool = True) -> Search:
 
 
 def exhaustive(space: Space) -> Search:
-    """Every setting, by halving."""
+    """Races every setting, by halving."""
     names = [name for stage in space.stages(space.starts[0]) for name in stage]
     asked = [*space.starts, *(space.settings(space.starts[0], names) if names else ())]
     yield from halving(asked, {space.starts[0]: 1.0}, races_left=rungs(len(asked) - 1))
 
 
 def tpe(space: Space) -> Search:
-    """Optuna's tree-structured Parzen estimator, in batches, for spaces that are too large to see whole."""
+    """Asks Optuna's tree-structured Parzen estimator, in batches, for spaces that are too large to see
+    whole."""
     if importlib.util.find_spec("optuna") is None:
         raise NotImplementedError('the search tpe needs optuna; pip install "moe-routing-bench[tune]"')
     import optuna

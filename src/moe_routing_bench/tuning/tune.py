@@ -49,7 +49,7 @@ FINAL_SHARE = 0.4  # of the time of a case, to rank the best settings again
 MIN_RACE_SECONDS = 3.0  # a shorter race ranks nothing
 # a cell may use more than its budget: its last round, its last check, statistics, and 2 s of rounds at least
 OVERRUN, MARGIN = 1.2, 2.5
-TOKENS = "1,8,64,512,4096"  # of a model, if nobody says which
+TOKENS = "1,8,64,512,4096"  # the default for a model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Tuned:
 
 
 def known_races(folder: Path) -> dict[str, Known]:
-    """The races in a folder, by the key of their cell. What had no time is not known."""
+    """Returns the races in a folder, by the key of their cell, without those that had no time."""
     if not folder.is_dir() or not any(folder.glob("session=*")):
         return {}
     races: dict[str, Known] = {}
@@ -93,7 +93,7 @@ def known_races(folder: Path) -> dict[str, Known]:
 def tuning_experiments(
     span: str, sizes: SizeOptions, what: WhatOptions, measure: MeasureOptions
 ) -> list[Experiment]:
-    """A case for each number of tokens, with the implementations whose settings are searched."""
+    """Makes a case for each number of tokens, with the implementations whose settings are searched."""
     if sizes.model and sizes.tokens is None:
         sizes = replace(sizes, tokens=TOKENS)  # what is asked for by number has its full size
     what = replace(what, impl=what.impl or ["auto"])
@@ -103,7 +103,7 @@ def tuning_experiments(
 
 
 def space_of(experiment: Experiment) -> KnobSpace:
-    """The settings of the case's implementations. ValueError if there is nothing to choose."""
+    """Returns the settings of the case's implementations. ValueError if there is nothing to choose."""
     span, first = span_named(experiment.span), experiment.implementations[0]
     if not span.decides:
         raise ValueError(f"{span.name} is several operations; tune one of {', '.join(span.ops)}")
@@ -121,7 +121,7 @@ def space_of(experiment: Experiment) -> KnobSpace:
 
 
 def _as_if_frozen(weights: ExpertWeights, kernel: str) -> ExpertWeights:
-    """Weights that look packed; nothing is packed."""
+    """Returns weights that look packed; nothing is packed."""
 
     def packed(matrix: str) -> Frozen:
         w_EKN = getattr(weights, matrix)
@@ -166,10 +166,10 @@ class Tuner(LocalExecutor):
     def _tune(
         self, tuned: Tuned, case: Budget, measure: Callable[..., CellOutcome], on_progress: OnCellProgress
     ) -> Iterator[CellOutcome]:
-        """The races of a search, then one of the best settings."""
+        """Runs the races of a search, then one of the best settings."""
 
         def race(names: Sequence[str], seconds: float) -> Iterator[CellOutcome]:
-            """Times these beside the default, unless the folder knows how that ends."""
+            """Times these settings beside the default, unless the folder holds this race."""
             default, *_ = tuned.experiment.implementations
             asked = (default, *(replace(default, name=name) for name in names if name != default.name))
             cell = replace(tuned.experiment, implementations=asked)
@@ -208,7 +208,7 @@ class Tuner(LocalExecutor):
 
 
 def ratios_of(race: CellOutcome) -> dict[str, float]:
-    """By name, the time as a multiple of the default's; infinite without a time."""
+    """Returns by name the time as a multiple of the default's; infinite without a time."""
     return {
         one.implementation.name: 1.0
         if one.role == "baseline"
