@@ -150,3 +150,12 @@ def test_nothing_in_the_table_is_past_a_limit() -> None:
             assert row.get("shared_bytes", 0) <= TARGETS[arch].shared_per_program, (arch, key)
             assert not [one for one in row.get("wrong", ()) if "spills" not in one], (arch, key, row)
     assert SCRIPT["TABLE"].with_name("launches.txt").read_text() == SCRIPT["summary"](table)
+
+
+def test_spills_that_are_not_known_are_told_and_not_counted_as_none() -> None:
+    assert [SCRIPT["spills_known"](row) for row in ({}, {"spill_bytes": 4}, {"spill_bytes": None})] == [
+        True, True, False
+    ]  # fmt: skip
+    table = SCRIPT["read"]()
+    table["launches"] = {arch: {"a | | | ": {"spill_bytes": None}} for arch in TARGETS}
+    assert SCRIPT["summary"](table).count("    1 of ") == len(TARGETS)
