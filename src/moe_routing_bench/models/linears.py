@@ -81,7 +81,7 @@ def freeze_linears(model: nn.Module, implementation: Implementation, *, named: b
     """Packs the weights of the model's dense matrices. Returns the linear modules that stay as they are, and
     why. named: raise if a matrix cannot be packed so, because the format was asked for by name."""
     paths = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     left: dict[str, str] = {}
     for path, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear):
@@ -171,11 +171,11 @@ def by_layer(model: nn.Module, left: Mapping[str, str]) -> Freezing | None:
 def thaw(model: nn.Module) -> None:
     """Replaces frozen parameters by plain ones, in this module and all modules in it, and ties what was tied
     before."""
-    linears = [module for module in model.modules() if isinstance(module, FrozenLinear)]
+    linears: list[Any] = [module for module in model.modules() if isinstance(module, FrozenLinear)]
     parameters = dict(model.named_parameters())
     for module in linears:
         if module.tied_to in parameters:
-            module.weight = parameters[module.tied_to]  # type: ignore[assignment]
+            module.weight = parameters[module.tied_to]
     frozen.thaw(model)
     for module in linears:
         vars(module).pop("tied_to", None)
