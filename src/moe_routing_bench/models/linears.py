@@ -25,7 +25,7 @@ from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
 from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.linear.op import op as linear_op
 
-ROUTER = re.compile(r"(^|_)(gate|router)$")  # the end of a path; gate_proj is no router
+ROUTER = re.compile(r"(^|[._])(gate|router)$")  # the end of a path; gate_proj is no router
 OTHER_TOWERS = re.compile(r"vision|visual|audio")
 SHARED = re.compile(r"(^|\.)shared_(experts?|mlp)\.")
 
