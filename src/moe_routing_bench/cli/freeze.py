@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from moe_routing_bench.cli.options import Json, fail, show_json, user_mistakes
 from moe_routing_bench.cli.trace import loaded_model
-from moe_routing_bench.core.frozen import Freezing, Frozen, freezing
+from moe_routing_bench.core.frozen import freezing
 from moe_routing_bench.models.hub_folder import export_folder
 from moe_routing_bench.moe.layer import with_format
 from moe_routing_bench.report.console import fitted, show, spinner
@@ -56,7 +56,11 @@ def freeze_command(
     seconds = time.perf_counter() - began
     if whole is None:
         fail(f"{model} has no experts that can be frozen")
-    layers = {name: one for name, module in loaded.named_modules() if (one := _own(module)) is not None}
+    layers = {
+        name: one
+        for name, module in loaded.named_modules()
+        if (one := freezing(module, recurse=False)) is not None
+    }
     if as_json:
         rows = {name: asdict(one) for name, one in layers.items()}
         show_json({"model": model, "format": form, "seconds": seconds, "all": asdict(whole), "layers": rows})
@@ -69,12 +73,6 @@ def freeze_command(
     show(*fitted({"experts": list(layers)}, numbers), "", f"{whole}. Packing took {seconds:.1f} s.")
     if out is not None:
         show(f"plugin.freeze(model, {form!r}, keep_packed={str(out)!r}) uses these files.")
-
-
-def _own(module: Any) -> Freezing | None:
-    """Returns what freezing did to a module that holds frozen weights itself."""
-    holds = any(isinstance(weight, Frozen) for weight in module.parameters(recurse=False))
-    return freezing(module) if holds else None
 
 
 def kernels_command(

@@ -12,7 +12,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,6 +54,7 @@ class Form:
     store         the narrower format that values were rounded to, here or in a checkpoint
     output_first  the parameter has columns before depth
     alternating   the parameter's gate and up columns alternate; the packed ones are halves
+    matrix        the parameter is one matrix, without a dimension for experts
     """
 
     kernel: str
@@ -63,10 +64,11 @@ class Form:
     store: str | None = None
     output_first: bool = False
     alternating: bool = False
+    matrix: bool = False
 
     @property
     def label(self) -> str:
-        """The implementation of expert_ffn that computes with these weights."""
+        """The implementation of expert_ffn, or of linear, that computes with these weights."""
         return _label(self.kernel, self.store)
 
 
@@ -89,7 +91,9 @@ class Frozen(Tensor):
     def __new__(cls, panels: Tensor, form: Form) -> Frozen:
         E, depth, columns = form.size
         shape = (E, columns, depth) if form.output_first else (E, depth, columns)
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=form.dtype, device=panels.device)
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, shape[form.matrix :], dtype=form.dtype, device=panels.device
+        )
         made.panels, made.form = panels, form
         return made
 
@@ -102,7 +106,8 @@ class Frozen(Tensor):
         w_EKN = UNPACK[self.form.kernel](self.panels, self.form)
         if self.form.alternating:
             w_EKN = torch.stack(w_EKN.chunk(2, dim=-1), dim=-1).flatten(-2)
-        return w_EKN.transpose(1, 2).contiguous() if self.form.output_first else w_EKN
+        w_EKN = w_EKN.transpose(1, 2).contiguous() if self.form.output_first else w_EKN
+        return w_EKN[0] if self.form.matrix else w_EKN
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -168,7 +173,7 @@ class Frozen(Tensor):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Freezing:
-    """What freezing did to the experts of a layer or model; a REPL shows it as a sentence.
+    """What freezing did to the weights of a layer or model; a REPL shows it as sentences.
 
     Freezing(label="native(store=int8)", before=302_000_000, after=76_000_000, error=0.03)
 
@@ -176,21 +181,35 @@ class Freezing:
     error          estimated root mean square error of a layer's results, relative to the exact results,
                    because weights were rounded (ExpertWeights.error_stored). With several layers it is the
                    largest. 0: freezing rounded nothing
+    layers         the same for each module, if linear modules were frozen too
+    left           the linear modules that were not frozen, and why
     """
 
     label: str
     before: int
     after: int | None
     error: float
+    layers: Mapping[str, Freezing] = field(default_factory=dict)
+    left: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def saved(self) -> int | None:
         return None if self.after is None else self.before - self.after
 
     def __str__(self) -> str:
+        each = (f"\n{path}: {one._line()}" for path, one in self.layers.items())
+        left = (f"\n{path}: as it was; {why}" for path, why in self.left.items())
+        return self._sentence() + "".join((*each, *left))
+
+    def _line(self) -> str:
+        after = "elsewhere" if self.after is None else f"{self.after / 1e6:,.1f}"
+        return f"{self.label}, MB {self.before / 1e6:,.1f} -> {after}, error {self.error:.2g}"
+
+    def _sentence(self) -> str:
         size = f"{self.before / 1e6:,.1f} MB of weights are frozen for {self.label}"
         if self.after is not None and self.saved is not None:
-            size += f" in {self.after / 1e6:,.1f} MB, {self.saved / 1e6:,.1f} MB saved"
+            gain = f"{abs(self.saved) / 1e6:,.1f} MB {'saved' if self.saved >= 0 else 'more'}"
+            size += f" in {self.after / 1e6:,.1f} MB, {gain}"
         if not self.error:
             return f"{size}; no weight was rounded"
         return f"{size}; expect results that differ by about {self.error:.2g} of their size (rms per layer)"
@@ -198,14 +217,18 @@ class Freezing:
     __repr__ = __str__
 
 
-def freezing(module: nn.Module) -> Freezing | None:
-    """What freezing did to this module and all modules in it; None if nothing is frozen."""
-    if not (frozen := [weight for weight in module.parameters() if isinstance(weight, Frozen)]):
+def freezing(module: nn.Module, *, recurse: bool = True) -> Freezing | None:
+    """What freezing did to this module and, with recurse, all modules in it; None if nothing is frozen."""
+    if not (frozen := [weight for weight in module.parameters(recurse) if isinstance(weight, Frozen)]):
         return None
     elsewhere = any(hasattr(weight.panels, "holder") for weight in frozen)
     return Freezing(
         label=", ".join(sorted({weight.form.label for weight in frozen})),
-        before=sum(weight.numel() * weight.dtype.itemsize for weight in frozen),
+        before=sum(
+            weight.numel() * weight.dtype.itemsize
+            for weight in frozen
+            if not hasattr(weight.panels, "beside")  # the plain ones still exist, in another module
+        ),
         after=None if elsewhere else sum(weight.panels.nbytes for weight in frozen),
         error=max(getattr(weight.panels, "error", 0.0) for weight in frozen),
     )

@@ -4,6 +4,7 @@
 
     plugin.freeze(model)                                    # for inference: packs the experts' weights
     plugin.freeze(model, "int8_a8")                         # or rounds them too; says what that saves
+    plugin.freeze(model, "int8_a8", linears=True)           # also attention, shared experts and lm_head
     model = plugin.load("gpt-oss-20b")                      # or, quantised: experts as they are stored
     model.set_experts_implementation("moe_routing_bench")   # or, for weights that change: training, merging
     print(plugin.implementations(model))                    # what runs in each layer, and why
@@ -43,8 +44,9 @@ if importlib.util.find_spec("transformers") is None:
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_routing_bench.core.dtypes import name_of
-from moe_routing_bench.core.frozen import Freezing, Frozen, as_parameter, freezing, take_place, thaw
+from moe_routing_bench.core.frozen import Freezing, Frozen, as_parameter, freezing, take_place
 from moe_routing_bench.core.packed_files import PackedFiles
+from moe_routing_bench.models.linears import by_layer, freeze_linears, linear_for, thaw
 from moe_routing_bench.models.loading import load_stored
 from moe_routing_bench.models.reading import ExpertsReading, experts_modules, read, tensors_of, weights_of
 from moe_routing_bench.models.replay import replay
@@ -228,6 +230,7 @@ def freeze(
     model: nn.Module,
     impl: str = "auto",
     *,
+    linears: bool = False,
     batch_invariant: bool = False,
     keep_packed: bool | Path | str = False,
 ) -> Freezing | None:
@@ -236,6 +239,8 @@ def freeze(
     nothing was packed.
 
     impl: "auto", an implementation, or a format: "int8" is "native(store=int8)" (docs/formats.md).
+    linears: also the products of attention, shared experts and lm_head, never a router (models/linears.py).
+    "auto" rounds nothing. The result then has a line for each module.
 
     The packed form replaces the parameters: no memory is used twice, and writing to them raises. Raises
     RuntimeError if something else (an optimizer, a state_dict) can still write to one of them. Afterwards no
@@ -248,6 +253,9 @@ def freeze(
     """
     kept = PackedFiles.asked(keep_packed)
     asked = with_format(impl, batch_invariant=batch_invariant)
+    dense = linear_for(asked) if linears else None
+    if dense is not None and kept is not None:
+        raise NotImplementedError("keep_packed is for experts alone; leave out linears=True or keep_packed")
     modules = list(experts_modules(model))
     if modules:
         name = register(asked, batch_invariant=batch_invariant)
@@ -260,7 +268,9 @@ def freeze(
     model.requires_grad_(False)
     if kept is not None:
         kept.say()
-    return freezing(model)
+    if dense is None:
+        return freezing(model)
+    return by_layer(model, freeze_linears(model, dense, named=asked != "auto"))
 
 
 def _freeze(module: Any, impl: str, kept: PackedFiles | None) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ def _unsigned(coding: Coding) -> tuple[int, float, list[int]]:
 
 
 # of mrb_pack_coded, which every library with coded.h has
-PACK_ARGUMENTS = [
+PACK_ARGUMENTS: list[Any] = [
     *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 6, ctypes.POINTER(CCoding), ctypes.c_int,
 ]  # fmt: skip
 
