@@ -12,6 +12,15 @@ OUTSIDE = Path(__file__).parent / "outside"
 
 _WRONG = "WRONG_VALUE NONFINITE SUSPECT NONDETERMINISTIC CRASHED"
 _HARMLESS = "PASSED RUNTIME_ERROR NO_TIME TIMEOUT"
+# honest in trial and kit, and cheats in the timed process; as kernel(cheat=False) it never does, and passes
+ONLY_WHERE_TIMED = (
+    "combine.fills_when_woken", "combine.works_only_when_kept", "combine.hides_its_memory",
+    "combine.predicts_the_stream", "combine.table_from_the_seed", "combine.works_in_judged_rounds",
+    "expert_ffn.reads_a_table", "expert_ffn.guesses_the_routing", "combine.remembers_across_runs",
+    "combine.remembers_the_plan", "combine.remembers_its_neighbour", "combine.skips_what_is_overwritten",
+    "combine.bfloat16_after_the_check", "combine.drops_the_smallest_gates", "combine.one_row_is_old",
+    "combine.restores_before_the_print", "combine.thread_before_main", "combine.calls_the_kernel_itself",
+)  # fmt: skip
 
 # class: {op.kernel: states}
 CLASSES: dict[str, dict[str, str]] = {
@@ -44,7 +53,7 @@ CLASSES: dict[str, dict[str, str]] = {
         "combine.predicts_the_stream": f"PASSED {_WRONG}",
         "combine.table_from_the_seed": f"PASSED {_WRONG}",
         "combine.works_in_judged_rounds": _WRONG,
-        "expert_ffn.reads_a_table": f"PASSED {_WRONG}",
+        "expert_ffn.reads_a_table": _WRONG,
         "expert_ffn.guesses_the_routing": _WRONG,
     },
     "remembering": {
@@ -80,9 +89,11 @@ CLASSES: dict[str, dict[str, str]] = {
         "combine.asks_the_kernel(how=network)": "PASSED",
         "combine.sibling_by_clone": "SUSPECT",
         "combine.sibling_by_clone(untraced=True)": "PASSED",
+        "combine.calls_the_kernel_itself": f"{_WRONG} UNSUPPORTED",
     },
     "more cores": {
         "combine.second_thread_in_the_call": "PASSED SUSPECT",
+        "combine.thread_before_main": "PASSED SUSPECT UNSUPPORTED",
         "combine.child_in_the_call": "SUSPECT",
     },
     "precision": {
@@ -107,10 +118,11 @@ CLASSES: dict[str, dict[str, str]] = {
     "identity": {
         "combine.says_it_is_built_in": "PASSED",
         "combine.describes_another": "PASSED",
-        "combine.restores_before_the_print": "MUTATED_INPUT WRONG_VALUE",
+        "combine.restores_before_the_print": "MUTATED_INPUT",
         "combine.passes_its_own_kit": _WRONG,
         "combine.skips_the_kit": "SUSPECT",
         "combine.supports_no_hard_case": "UNSUPPORTED",
         "combine.right_for_one_size": "WRONG_VALUE",
     },
 }
+CLASSES["control"] = {f"{name}(cheat=False)": "PASSED" for name in ONLY_WHERE_TIMED}

@@ -52,11 +52,11 @@ def test_it_gains_nothing(name: str) -> None:
     assert other.status in ALL[name], f"{other.status}: {other.reason}"
     assert other.label == kernel and "outside" in other.origin
     assert "root:" not in other.log_tail
-    if other.status is Status.PASSED:
+    if other.status is not Status.PASSED:
+        assert other.reason and not other.samples
+    elif name not in CLASSES["control"]:  # a control does the work, and may be faster, as C++ is
         assert other.comparison is not None and other.comparison.verdict != "FASTER"
         assert other.comparison.interval[1] > 0.9
-    else:
-        assert other.reason and not other.samples
 
 
 @pytest.mark.timeout(600)
