@@ -77,7 +77,7 @@ _kept: ContextVar[dict[tuple[Path, ...], Code] | None] = ContextVar("kept", defa
 
 @contextmanager
 def looked_at_once() -> Iterator[None]:
-    """In it, each file is looked at once: for the keys of many cells, which share nearly all of their code."""
+    """In it, each file is looked at once: for keys of many cells, which share nearly all of their code."""
     token = _kept.set({})
     try:
         yield
