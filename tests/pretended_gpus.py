@@ -80,8 +80,9 @@ def on_stream(stream: Stream) -> Iterator[None]:
 class AtOnce:
     """Replaces the thread of the exchanges, because two threads cannot share a mode of fake tensors."""
 
-    def __init__(self, threads: int) -> None:
-        pass
+    def __init__(self, threads: int, initializer: Callable[[], None] | None = None) -> None:
+        if initializer is not None:
+            initializer()
 
     def __enter__(self) -> AtOnce:
         return self
