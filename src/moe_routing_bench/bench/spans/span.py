@@ -33,7 +33,7 @@ from moe_routing_bench.formats.named import INT8_ROWS, coding_of
 from moe_routing_bench.ops.auto import choose
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.implementation import Implementation
-from moe_routing_bench.ops.registry import BUILT_IN, all_ops
+from moe_routing_bench.ops.registry import BUILT_IN, all_ops, get_op
 from moe_routing_bench.ops.score_topk.op import PLAIN
 from moe_routing_bench.ops.stand_ins import StandIns, weights_without_values
 from moe_routing_bench.workloads import stored_cases
@@ -261,9 +261,10 @@ def stand_ins(implementation: ImplementationRef, case: Experiment, K: int | None
 
 def auto_label(op: str, source: StandIns) -> str:
     """The implementation "auto" picks for these arguments, with its options."""
-    args = all_ops()[op].arguments(source)
+    asked = get_op(op)
+    args = asked.arguments(source)
     with torch.set_grad_enabled(source.x_TD.requires_grad):
-        return choose(all_ops()[op], tuple(args.values()), source.weights).implementation.label
+        return choose(asked, tuple(args.values()), source.weights).implementation.label
 
 
 def is_ours(origin: str) -> bool:
