@@ -286,11 +286,11 @@ def _files() -> list[str]:
 
 def span_named(name: str) -> Span:
     folder = __name__.rpartition(".")[0]
-    if name in all_ops():
-        return importlib.import_module(f"{folder}.op").OpSpan(all_ops()[name])
-    if name not in _files():
+    if name in _files():
+        return importlib.import_module(f"{folder}.{name}").span
+    if (op := all_ops().get(name)) is None:
         raise no_such("span", name, span_names())
-    return importlib.import_module(f"{folder}.{name}").span
+    return importlib.import_module(f"{folder}.op").OpSpan(op)
 
 
 def ranked(experiment: Experiment) -> bool:
