@@ -80,8 +80,9 @@ def on_stream(stream: Stream) -> Iterator[None]:
 class AtOnce:
     """Replaces the thread of the exchanges, because two threads cannot share a mode of fake tensors."""
 
-    def __init__(self, threads: int) -> None:
-        pass
+    def __init__(self, threads: int, initializer: Callable[[], None] | None = None) -> None:
+        if initializer is not None:
+            initializer()
 
     def __enter__(self) -> AtOnce:
         return self
@@ -150,6 +151,8 @@ def chunks_overlap_on_streams(reads: Reads, ranks: Ranks) -> None:
     torch.cuda.Stream = Stream  # type: ignore[misc, assignment]
     torch.cuda.stream = on_stream  # type: ignore[assignment]
     torch.cuda.current_stream = lambda device=None: main  # type: ignore[assignment, return-value]
+    of_thread: list[torch.device] = []
+    torch.cuda.set_device = of_thread.append  # type: ignore[assignment]
     Tensor.record_stream = lambda tensor, stream: kept.add((id(tensor), stream))  # type: ignore
     parts: list[Part] = []
 
@@ -176,7 +179,7 @@ def chunks_overlap_on_streams(reads: Reads, ranks: Ranks) -> None:
     staged("given_back", "experts_computed", "")
     reads.sizes.clear()
     y_TD, _ = layer_on_gpu(ranks, chunks=2)(torch.empty(T, D, device=GPU))
-    assert y_TD.shape == (T, D)
+    assert y_TD.shape == (T, D) and of_thread == [GPU]
     assert {("given_back", 0), ("given_back", 1)} <= main.finished
     # the host waits once for each chunk; of each rank it reads two sums, what a message shows, and the facts
     assert reads.sizes[2:] == [(2 + ROWS_SHOWN + 5, W)] * 2, reads.sizes

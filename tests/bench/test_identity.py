@@ -21,6 +21,7 @@ from moe_routing_bench.bench.sources import PACKAGE
 from moe_routing_bench.bench.spans.layer import span as layer_span
 from moe_routing_bench.bench.spans.span import span_named
 from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.fleet.executor import LocalExecutor
 from moe_routing_bench.ops import registry
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
@@ -212,6 +213,7 @@ from moe_routing_bench.bench.sources import PACKAGE, Code
 from moe_routing_bench.bench.spans.span import span_named, span_names
 from moe_routing_bench.bench.spans.layer import span as layer_span
 from moe_routing_bench.core.machine import this_machine
+from moe_routing_bench.fleet.executor import LocalExecutor
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.routers.router import all_routers
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
@@ -373,3 +375,24 @@ def test_what_auto_picks_is_asked_once_a_implementation(monkeypatch):
     implementations = (ImplementationRef(name="staged", router="switch"), ImplementationRef(name="staged"))
     key_of(replace(case, workload="uniform", implementations=implementations))
     assert len(asked) == len(implementations)
+
+
+def test_a_plan_looks_at_code_once_and_finds_the_same_keys(kernels, monkeypatch):
+    names = [("gather_sum", "mine"), ("gather_sum", "index_add")]
+    cells = [
+        replace(
+            a_cell(), T=T, workload=workload, implementations=tuple(ImplementationRef(name=n) for n in some)
+        )
+        for T in (8, 9, 10, 11)
+        for workload in ("uniform", "zipf(1.2)")
+        for some in names
+    ]
+    alone = [{key_of(cell)} for cell in cells]
+    assert len({key for keys in alone for key in keys}) == len(cells)
+    looks, of = [], identity.Code.of
+    monkeypatch.setattr(identity.Code, "of", lambda roots: looks.append(1) or of(roots))
+    assert LocalExecutor().keys(cells) == alone
+    assert len(looks) == 3 + 1 + 1  # of implementations, of the baseline's contract, of the harness
+    (kernels / "combine" / "mine.py").write_text(KERNEL + "# changed\n")
+    changed = [keys != before for keys, before in zip(LocalExecutor().keys(cells), alone, strict=True)]
+    assert changed == [True, False] * 8

@@ -21,7 +21,7 @@ import torch
 from pydantic import BeforeValidator, PlainSerializer
 
 from moe_routing_bench.bench.inputs import Inputs
-from moe_routing_bench.bench.sources import PACKAGE, Code, distribution_version, files_in, folder_hash
+from moe_routing_bench.bench.sources import PACKAGE, Code, distribution_version, files_in, folder_hash, once
 from moe_routing_bench.bench.spans.span import Span, check_measurable, span_named
 from moe_routing_bench.core.machine import Machine
 from moe_routing_bench.core.names import base_name
@@ -117,21 +117,35 @@ def identify(experiment: Experiment, machine: Machine) -> Identity:
 def key_fields(experiment: Experiment, machine: Machine) -> dict[str, Any]:
     """The fields of the key, by name; a change in any of them changes the key."""
     check_measurable(experiment)
-    inputs, span = Inputs(experiment), span_named(experiment.span)
-    sources = {one: _Source.of(span, one, inputs) for one in experiment.implementations}
+    span, values = span_named(experiment.span), key_values(experiment)
+    recorded = experiment.workload, experiment.checkpoint
+    # what "auto" picks depends on sizes, not on which tokens choose which experts
+    sizes, inputs = digest_of(values | {"workload": ""}), Inputs(experiment)
+
+    def source_of(one: ImplementationRef) -> tuple[str, dict[str, str]]:
+        resolved = once(("resolved", sizes, one), lambda: span.resolved(one, inputs))
+
+        def found() -> tuple[str, dict[str, str]]:
+            source = _Source.of(span, one, resolved)
+            return source.hash(span, one), source.code.versions
+
+        return once(("source", span.name, one, *resolved), found)
+
+    sources = {one: source_of(one) for one in experiment.implementations}
+    first = experiment.implementations[0]
     return {
-        "experiment": {**key_values(experiment), "workload": _workload_name(experiment.workload)},
+        "experiment": {**values, "workload": _workload_name(experiment.workload)},
         "suite": SUITE_VERSION,
-        "recorded": recorded_hash(experiment.workload, experiment.checkpoint),
-        "contract": contract_hash(span, experiment.implementations[0]),
-        "implementations": [[one.title, source.hash(span, one)] for one, source in sources.items()],
-        "harness": Code.of(PACKAGE / name for name in HARNESS).hash,
+        "recorded": once(("recorded", *recorded), lambda: recorded_hash(*recorded)),
+        "contract": once(("contract", span.name, first), lambda: contract_hash(span, first)),
+        "implementations": [[one.title, source] for one, (source, _) in sources.items()],
+        "harness": once("harness", lambda: Code.of(PACKAGE / name for name in HARNESS).hash),
         "versions": {
-            **{name: v for source in sources.values() for name, v in source.code.versions.items()},
-            **versions(),
+            **{name: v for _, found in sources.values() for name, v in found.items()},
+            **once("versions", versions),
         },
         "machine": machine.name,
-        "settings": settings(),
+        "settings": once("settings", settings),
     }
 
 
@@ -196,8 +210,7 @@ class _Source:
     folders: tuple[Path, ...] = ()  # from outside: whatever lies there may be loaded
 
     @staticmethod
-    def of(span: Span, implementation: ImplementationRef, inputs: Inputs) -> _Source:
-        resolved = span.resolved(implementation, inputs)
+    def of(span: Span, implementation: ImplementationRef, resolved: list[tuple[str, str]]) -> _Source:
         ops, files = all_ops(), list(span.roots(implementation))
         for op, name in [*span.named(implementation.name), *_inside(span, implementation.name), *resolved]:
             files += [Path(ops[op].file), *ops[op].source_files(base_name(name))]
@@ -216,12 +229,12 @@ class _Source:
 
 def folders_of(span: Span, implementation: ImplementationRef, inputs: Inputs) -> tuple[Path, ...]:
     """Returns the folders from outside that hold its code. All files in them are in its hash."""
-    return _Source.of(span, implementation, inputs).folders
+    return _Source.of(span, implementation, span.resolved(implementation, inputs)).folders
 
 
 def code_of(span: Span, implementation: ImplementationRef, inputs: Inputs) -> Code:
     """All code that runs for an implementation: span, operations, and implementations named or picked."""
-    return _Source.of(span, implementation, inputs).code
+    return _Source.of(span, implementation, span.resolved(implementation, inputs)).code
 
 
 def _inside(span: Span, name: str) -> list[tuple[str, str]]:

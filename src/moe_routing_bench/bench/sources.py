@@ -14,12 +14,13 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Any, TypeVar
 
 from moe_routing_bench.core.cpp import PREBUILT, compiler
 from moe_routing_bench.core.levels import with_includes
@@ -30,6 +31,7 @@ CODE = (".cpp", ".h", ".cu", ".cuh")
 PYTHONS_OWN = "__pycache__"
 MAX_FILES = 10_000  # of a folder
 BIG_BYTES = 64 << 20  # of a larger file, size and time of change stand for the content
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,6 @@ class Code:
 
     @staticmethod
     def of(roots: Iterable[Path]) -> Code:
-        asked = tuple(roots)
-        if (kept := _kept.get()) is None:
-            return Code._of(asked)
-        if asked not in kept:
-            kept[asked] = Code._of(asked)
-        return kept[asked]
-
-    @staticmethod
-    def _of(roots: tuple[Path, ...]) -> Code:
         seen: set[Path] = set()
         waiting = [path.resolve() for path in roots]
         while waiting:
@@ -71,18 +64,27 @@ class Code:
         return {**{name: distribution_version(name) for name in sorted(names)}, **compiler}
 
 
-# what Code.of found, while nothing is expected to change
-_kept: ContextVar[dict[tuple[Path, ...], Code] | None] = ContextVar("kept", default=None)
+_kept: ContextVar[dict[Hashable, Any] | None] = ContextVar("kept", default=None)
 
 
 @contextmanager
 def looked_at_once() -> Iterator[None]:
-    """In it, each file is looked at once: for the keys of many cells, which share nearly all of their code."""
+    """In it, files and settings are looked at once: many cells share nearly all of them."""
     token = _kept.set({})
     try:
         yield
     finally:
         _kept.reset(token)
+
+
+def once(what: Hashable, find: Callable[[], T]) -> T:
+    """Returns find(), or what it returned before in the same looked_at_once."""
+    if (kept := _kept.get()) is None:
+        return find()
+    if what not in kept:
+        kept[what] = find()
+    found: T = kept[what]
+    return found
 
 
 def needs(path: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:

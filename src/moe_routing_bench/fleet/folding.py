@@ -158,8 +158,8 @@ def fold(objects: Objects, prefix: str = "") -> tuple[int, list[str]]:
             return 0, []  # another fold of this prefix was first, or may have been
         if table is not None and not objects.exists(table.name):
             return 0, []  # this fold was stopped for so long that its table was swept
-        # they are deleted before they leave the manifest, else a segment would be tail again. It takes long, so
-        # the manifest is read once more: folds of other prefixes would put the next one meanwhile
+        # they are deleted before they leave the manifest, else a segment would be tail again. That may take
+        # long, and other prefixes are folded meanwhile, so the newest manifest is read once more
         if old := {one for one in before.replaced.items() if one[1] not in listed} - deleted:
             objects.delete(name for name, _ in old)
             deleted |= old

@@ -28,6 +28,7 @@ from typing import Any
 from moe_routing_bench.bench.identity import cell_key
 from moe_routing_bench.bench.outcome import CellOutcome
 from moe_routing_bench.bench.roofs import Roofs
+from moe_routing_bench.bench.sources import looked_at_once
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.fleet.host import measured_here
 from moe_routing_bench.fleet.shipping import Parcel, moved, named_by
@@ -199,7 +200,8 @@ def _unpacked(names: Sequence[str], parcels: Sequence[Parcel]) -> dict[str, Path
 # Ray replaces a reference by its content only if it is an argument of its own
 def _keys(experiments: list[str], names: list[str], *parcels: Parcel) -> list[str]:
     machine, places = this_machine(), _unpacked(names, parcels)
-    return [cell_key(_here(text, places), machine) for text in experiments]
+    with looked_at_once():
+        return [cell_key(_here(text, places), machine) for text in experiments]
 
 
 def _measured_with(experiment: str, names: list[str], *parcels: Parcel) -> str:

@@ -14,8 +14,8 @@ from moe_routing_bench.workloads.experiment import Experiment
 
 @dataclass(frozen=True, kw_only=True)
 class SweepStatus:
-    """SweepStatus(done=57, failed=1, machines=2, to_do=3, seconds_left=240.0): 57 cells have been measured, one
-    of them did not pass. to_do, seconds_left: None if nobody said which cells there are."""
+    """SweepStatus(done=57, failed=1, machines=2, to_do=3, seconds_left=240.0): 57 cells have been measured,
+    one of them did not pass. to_do, seconds_left: None if nobody said which cells there are."""
 
     done: int
     failed: int

@@ -313,7 +313,9 @@ class ParallelMoE(MoE):
         for module in self.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if isinstance(parameter, DTensor):
-                    setattr(module, name, nn.Parameter(local_part(parameter.detach()), parameter.requires_grad))
+                    setattr(
+                        module, name, nn.Parameter(local_part(parameter.detach()), parameter.requires_grad)
+                    )
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -323,8 +325,8 @@ class ParallelMoE(MoE):
             raise ValueError("fully_shard sums the gradients itself; leave reduce_gradients out")
         if any(hasattr(parameter.grad, SUMMED) for parameter in self.parameters()):
             raise ValueError(
-                "these gradients were already summed over ranks, and a second sum would count them again: call "
-                "reduce_gradients() once, after the last backward pass, then optimizer.zero_grad() with "
+                "these gradients were already summed over ranks, and a second sum would count them again: "
+                "call reduce_gradients() once, after the last backward pass, then optimizer.zero_grad() with "
                 "set_to_none=True"
             )
         if not self.ranks.groups:

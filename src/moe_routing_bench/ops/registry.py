@@ -238,11 +238,9 @@ class Op:
             sources[name] = source
 
         if self.package.partition(".")[0] == OURS:
-            package = importlib.import_module(self.package)
-            for module in pkgutil.iter_modules(package.__path__):
-                if module.name not in NO_IMPLEMENTATIONS and not module.name.startswith("_"):
-                    load = partial(importlib.import_module, f"{self.package}.{module.name}")
-                    add(module.name, _Source(BUILT_IN, OURS, load))
+            for name in _files_of(self.package):
+                load = partial(importlib.import_module, f"{self.package}.{name}")
+                add(name, _Source(BUILT_IN, OURS, load))
         for entry in _entry_points():
             op_name, _, name = entry.name.partition(".")
             if op_name == self.name:
@@ -319,6 +317,13 @@ def _load(op_name: str, spec: str) -> None:
 def built_in_ops() -> tuple[str, ...]:
     package = importlib.import_module(f"{OURS}.ops")
     return tuple(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
+
+
+@cache
+def _files_of(package: str) -> tuple[str, ...]:
+    """The implementations in the folder of one of our operations."""
+    found = pkgutil.iter_modules(importlib.import_module(package).__path__)
+    return tuple(one.name for one in found if one.name not in NO_IMPLEMENTATIONS and one.name[0] != "_")
 
 
 def _ops_outside() -> dict[str, Path]:

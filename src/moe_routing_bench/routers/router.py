@@ -222,8 +222,9 @@ def router_names() -> list[str]:
     return [*built_in_names(), *_outside()]
 
 
-def built_in_names() -> list[str]:
-    return modules_beside(__file__, NO_RULES)
+@cache
+def built_in_names() -> tuple[str, ...]:
+    return tuple(modules_beside(__file__, NO_RULES))
 
 
 def _outside() -> dict[str, Path]:

@@ -33,7 +33,7 @@ from moe_routing_bench.formats.named import INT8_ROWS, coding_of
 from moe_routing_bench.ops.auto import choose
 from moe_routing_bench.ops.catalog import find_all
 from moe_routing_bench.ops.implementation import Implementation
-from moe_routing_bench.ops.registry import BUILT_IN, all_ops
+from moe_routing_bench.ops.registry import BUILT_IN, all_ops, get_op
 from moe_routing_bench.ops.score_topk.op import PLAIN
 from moe_routing_bench.ops.stand_ins import StandIns, weights_without_values
 from moe_routing_bench.workloads import stored_cases
@@ -261,9 +261,10 @@ def stand_ins(implementation: ImplementationRef, case: Experiment, K: int | None
 
 def auto_label(op: str, source: StandIns) -> str:
     """The implementation "auto" picks for these arguments, with its options."""
-    args = all_ops()[op].arguments(source)
+    asked = get_op(op)
+    args = asked.arguments(source)
     with torch.set_grad_enabled(source.x_TD.requires_grad):
-        return choose(all_ops()[op], tuple(args.values()), source.weights).implementation.label
+        return choose(asked, tuple(args.values()), source.weights).implementation.label
 
 
 def is_ours(origin: str) -> bool:
@@ -285,11 +286,11 @@ def _files() -> list[str]:
 
 def span_named(name: str) -> Span:
     folder = __name__.rpartition(".")[0]
-    if name in all_ops():
-        return importlib.import_module(f"{folder}.op").OpSpan(all_ops()[name])
-    if name not in _files():
+    if name in _files():
+        return importlib.import_module(f"{folder}.{name}").span
+    if (op := all_ops().get(name)) is None:
         raise no_such("span", name, span_names())
-    return importlib.import_module(f"{folder}.{name}").span
+    return importlib.import_module(f"{folder}.op").OpSpan(op)
 
 
 def ranked(experiment: Experiment) -> bool:
