@@ -29,8 +29,10 @@ from scipy.stats import spearmanr
 from sweeps import RECORDS, TOPICS, Topic, unpack
 
 from moe_routing_bench.core.names import slots_of
+from moe_routing_bench.results.decisions import decide
 from moe_routing_bench.results.query import run_query
 from moe_routing_bench.results.regrets import read_regrets
+from moe_routing_bench.results.winners import Contest
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT, FORMATS = ROOT / "docs/figures.md", ROOT / "docs/formats.md"
@@ -329,6 +331,7 @@ def document(all_records: Mapping[str, Records]) -> str:
         *_dense_section(all_records),
         *_linear_section(all_records),
         *_balance_section(all_records),
+        *tuned_section(),
         "",
         "## Machines, commits and results without a time",
         "",
@@ -892,6 +895,70 @@ def _balance_section(all_records: Mapping[str, Records]) -> list[str]:
         ),
         "seed-balance",
     )
+
+
+# of each case the newest default that was ranked beside the best settings
+TUNED = """
+SELECT "case", T, dtype, workload, threads, impl LIKE 'frozen(%' AS frozen,
+  median_ms, source_commit, source_dirty, load_before
+FROM records WHERE suite = 'tune-ranked' AND role = 'baseline' AND status = 'PASSED'
+QUALIFY row_number() OVER (
+  PARTITION BY "case", T, dtype, workload, threads, frozen ORDER BY created_at DESC) = 1
+"""
+
+
+def tuned_section(folder: Path = RECORDS) -> list[str]:
+    """What `mrb tune layer` found, as `mrb tune decide` decides it; empty without an archive."""
+    rows: list[tuple[object, ...]] = []
+    made = []
+    for archive in sorted(folder.glob("tuned-*.tar.xz")):
+        with tempfile.TemporaryDirectory() as scratch:
+            results = unpack(archive, Path(scratch))
+            decided, found = decide(results), run_query(results, TUNED)[1]
+        milliseconds_of = {row[:6]: milliseconds(row[6]) for row in found}
+        made.append(f"`{archive.name}`: {decided.machine}, torch {decided.torch}, {_measured(found)}")
+        for answer in decided.answers:
+            asked, facts = answer.question, answer.question.facts
+            for contest in answer.contests:
+                model = contest.case.partition("/")[0] + " frozen" * facts.frozen
+                place = (contest.case, contest.T, facts.dtype, asked.workload, asked.threads, facts.frozen)
+                words = (milliseconds_of.get(place, "-"), contest.chosen, *_tuned(contest))
+                rows.append((model, facts.dtype, asked.workload, asked.threads, contest.T, *words))
+    if not rows:
+        return []
+    gains = sum(row[-2] != "no gain" for row in rows)
+    return [
+        "",
+        f"## `mrb tune layer` gains in {gains} of {len(rows)} cases, and keeps the default in the others",
+        "",
+        "The chosen setting beside the default in the same rounds, ranked again after the search. If no "
+        "setting is shown to be faster, the default stays, and the verdicts are those on the best others.",
+        "",
+        *table(
+            ("model", "dtype", "routing", "threads", "T", "default, ms", "chosen", "gain", "verdict"), rows
+        ),
+        "",
+        f"Measured by `mrb tune layer`. {'; '.join(made)}.",
+    ]
+
+
+def _tuned(contest: Contest) -> tuple[str, str]:
+    """("1.250x (1.200-1.300)", "FASTER"), or ("no gain", "SLOWER 2, UNDECIDED")."""
+    others = contest.against_baseline
+    if (won := others.get(contest.chosen)) is not None:
+        low, high = (1 / end for end in reversed(won.interval))
+        return f"{1 / won.ratio:.3f}x ({low:.3f}-{high:.3f})", won.verdict
+    counts = sorted(Counter(one.verdict for one in others.values()).items())
+    verdicts = ", ".join(f"{word} {n}" if n > 1 else word for word, n in counts)
+    return "no gain", verdicts or "not ranked again"
+
+
+def _measured(found: Sequence[Sequence[Any]]) -> str:
+    """The commit, and defects in capitals."""
+    load = max((row[9] for row in found), default=0.0)
+    facts = ["commit " + " and ".join(sorted({str(row[7])[:10] for row in found}))] if found else []
+    facts += ["CHANGED SINCE THAT COMMIT"] * any(row[8] is not False for row in found)
+    return ", ".join([*facts, *[f"THE MACHINE WAS BUSY (load {load:.1f})"] * (load > BUSY)])
 
 
 def _failed_table(all_records: Mapping[str, Records]) -> list[str]:

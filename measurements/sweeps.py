@@ -3,6 +3,7 @@
     python measurements/sweeps.py             the commands, and how long each takes at most
     python measurements/sweeps.py run         runs them all; with names of topics, only those
     python measurements/sweeps.py keep        packs what was measured, to be committed
+    python measurements/sweeps.py keep-tuned DIR   packs what `mrb tune layer --out DIR` measured
     python measurements/figures.py            derives every figure from what was packed
 
 `run` measures into measurements/records/TOPIC/, which git ignores: stop it at any time, the same command goes
@@ -316,9 +317,23 @@ def keep(names: Names = None) -> None:
     """Pack the folders that `run` left."""
     for name in _chosen(names):
         if (RECORDS / name).is_dir():
-            archive = RECORDS / f"{name}.tar.xz"
-            files = pack(RECORDS / name, archive)
-            print(f"{archive}: {files} files, {archive.stat().st_size / 1e3:.0f} kB")
+            _pack(RECORDS / name, RECORDS / f"{name}.tar.xz")
+
+
+@app.command()
+def keep_tuned(folders: list[Path]) -> None:
+    """Pack results of `mrb tune layer`: tuned/olmoe becomes records/tuned-olmoe.tar.xz."""
+    for folder in folders:
+        if not (folder / "decisions.json").is_file():
+            raise typer.BadParameter(
+                f"{folder} has no decisions.json; `mrb tune layer --out {folder}` writes it"
+            )
+        _pack(folder, RECORDS / f"tuned-{folder.resolve().name}.tar.xz")
+
+
+def _pack(folder: Path, archive: Path) -> None:
+    files = pack(folder, archive)
+    print(f"{archive}: {files} files, {archive.stat().st_size / 1e3:.0f} kB")
 
 
 def _chosen(names: list[str] | None) -> list[str]:

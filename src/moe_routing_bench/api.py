@@ -536,15 +536,16 @@ class Tuning(Displayed):
             show(Text(printable(answer.question), "bold cyan"))
             for contest in answer.contests:
                 show(Text(printable(f"  T={contest.T}: {_gain(contest)}")))
-        for one in self.tuned:
-            if not one.ranked:
-                show(f"{one.experiment.title}: no time to rank the best settings again; give more minutes")
+        if not all(one.ranked for one in self.tuned):
+            show("Give more minutes: the best settings were not ranked again everywhere.")
         settings, races = sum(len(one.seen) for one in self.tuned), sum(one.races for one in self.tuned)
         where = f"Written to {self.path}; use it with {VARIABLE}={self.path}."
         show(f"{settings} settings in {races} races. {where}")
 
 
 def _gain(contest: Contest) -> str:
+    if len(contest.ratios) == 1:
+        return f"{contest.chosen} stays: its best settings were not ranked again"
     if (gain := contest.against_baseline.get(contest.chosen)) is None:
         return (
             f"no gain: none of {len(contest.ratios) - 1} settings is shown to be faster than {contest.chosen}"

@@ -30,6 +30,7 @@ from moe_routing_bench.ops.expert_ffn.op import op
 from moe_routing_bench.ops.grouped_gemm.op import op as grouped_gemm_op
 from moe_routing_bench.ops.registry import Op, all_ops
 from moe_routing_bench.ops.stand_ins import StandIns
+from timing import in_time
 
 FACTS = Facts(D=16, F=32, E=4, K=2, dtype="float32", layout="compact", activation="swiglu")
 ENTRY: dict[str, Any] = {
@@ -184,12 +185,14 @@ def test_frozen_weights_follow_settings_of_their_kernel_alone(write) -> None:
     args = (*others, native.freeze(replace(weights, w_in_EDG=torch.ones_like(weights.w_in_EDG))))
     mrb.use_decisions(write(document(everywhere("native(strip=1)", frozen=True))))
     assert choose(op, args).implementation.label == "native(strip=1)"
+    assert "measured winner" in choose(op, args).why
     assert label(tokens=4) == PREFERRED  # these weights are not frozen
     for entry in (everywhere("staged", frozen=True), everywhere("native(strip=1)")):
         mrb.use_decisions(write(document(entry)))
         assert choose(op, args).implementation.label == "native"
 
 
+@pytest.mark.timing
 def test_a_lookup_costs_little(write) -> None:
     mrb.use_decisions(write(document()))
     args = arguments(tokens=8)
@@ -201,7 +204,8 @@ def test_a_lookup_costs_little(write) -> None:
             auto._rows(op, args, None)
         return 1e3 * (time.process_time() - began)
 
-    assert min(microseconds() for _ in range(20)) < 20  # 1.8 on a core with a load of 4
+    # the goal is 2; it took 1.8 at 2.5 GHz on a busy machine (load 25)
+    in_time((least := min(microseconds() for _ in range(20))) < 3, f"a lookup takes {least:.2f} us")
 
 
 @pytest.mark.parametrize(
@@ -318,12 +322,29 @@ def test_a_winner_that_cannot_train_is_passed_over_aloud(write, tmp_path, monkey
     layer(x)  # said once
 
 
-def test_the_same_thread_count_is_preferred(write) -> None:
+def test_another_number_of_threads_decides_nothing(write) -> None:
     many = everywhere("dense_all_experts", threads=8)
     mrb.use_decisions(write(document(many, OVERALL)))
     assert label() == "eager_loop"
     mrb.use_decisions(write(document(many)))
-    assert label() == "dense_all_experts" and "8 threads" in auto_at().why
+    assert label() == PREFERRED
+    assert "no measured decision" in auto_at().why and "with 1 thread" in auto_at().why
+
+
+@pytest.mark.parametrize("only", ["even", "skewed"])
+def test_another_class_of_load_decides_aloud(write, only: str) -> None:
+    said = f"({only} load, used for every load because no other was measured)"
+    mrb.use_decisions(write(document(everywhere("eager_loop", load=only))))
+    layer = mrb.MoE(16, 32, 4, 2)
+    words = ["explain", "expert_ffn", "--width", "16", "--hidden", "32", "--experts", "4", "--choices", "2"]
+    assert said in layer.implementation
+    assert said in " ".join(CliRunner().invoke(app, [*words, "--dtype", "float32"]).stdout.split())
+    for rows in ([25, 25, 25, 25], [97, 1, 1, 1]):
+        choice = choose(op, call_with_rows(rows))
+        assert choice.implementation.label == "eager_loop" and said in choice.why
+    both = [everywhere("eager_loop", load=load, workload=load) for load in ("even", "skewed")]
+    mrb.use_decisions(write(document(*both)))
+    assert "used for every load" not in layer.implementation and "(even load)" in layer.implementation
 
 
 def ran(layer: mrb.MoE, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,7 @@ from moe_routing_bench.results.record import TUNING
 from moe_routing_bench.tuning import tune
 from moe_routing_bench.tuning.tune import Tuner, known_races, space_of
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
+from repository import ROOT
 from sample_outcomes import an_outcome
 
 pytestmark = pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not()))
@@ -87,6 +89,25 @@ def test_a_tie_keeps_the_default(tmp_path: Path, monkeypatch) -> None:
     assert chosen(tmp_path)["impl"] == "native"
 
 
+def test_races_of_a_search_decide_nothing(tmp_path: Path, monkeypatch) -> None:
+    """A search that has no time to rank its best settings again, then one that has."""
+    races = Races(monkeypatch, gains)
+    with monkeypatch.context() as patch:
+        patch.setattr(tune, "FINALISTS", 1)
+        (tuned,) = run(tmp_path).tuned
+    assert not tuned.ranked and min(tuned.seen.values()) < 0.9
+    assert (chosen(tmp_path)["impl"], chosen(tmp_path)["ties"]) == ("native", [])
+    (note,) = (one for one in decide(tmp_path).notes if "not ranked" in one)
+    assert "T=100" in note
+    measured = len(races.asked)
+    (tuned,) = run(tmp_path).tuned  # the races of the search are known
+    assert tuned.ranked and len(races.asked) == measured + 1
+    assert chosen(tmp_path)["impl"] == "native(rows=8,strip_out=2)"
+    monkeypatch.setattr(tune, "FINALISTS", 1)
+    assert not run(tmp_path, 60, (replace(CASE, seed=1),)).tuned[0].ranked  # newer, and not ranked
+    assert chosen(tmp_path)["impl"] == "native(rows=8,strip_out=2)"
+
+
 @pytest.mark.parametrize("seconds", [20, 61, 600])
 def test_the_time_is_kept(tmp_path: Path, monkeypatch, seconds: int) -> None:
     races = Races(monkeypatch, gains)
@@ -144,3 +165,58 @@ def test_a_report_shows_gains_a_map_and_the_ten_best(tmp_path: Path, monkeypatch
     assert "Tuned settings" in page and "Tuning gains in 3 of 3 cases" in page
     assert page.count(">time / default</th>") == 3
     assert "rows and strip_out: " in page
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Scripts of measurements/ as modules."""
+    monkeypatch.syspath_prepend(ROOT / "measurements")
+    monkeypatch.syspath_prepend(ROOT / "measurements" / "tuning")
+    return importlib.import_module
+
+
+def test_the_page_of_figures_shows_gains_and_says_no_gain(tmp_path: Path, monkeypatch, scripts) -> None:
+    figures, sweeps = scripts("figures"), scripts("sweeps")
+    assert figures.tuned_section(tmp_path) == []
+    with monkeypatch.context() as patch:
+        Races(patch, gains)
+        run(tmp_path / "olmoe")
+        patch.setattr(tune, "FINALISTS", 1)
+        run(tmp_path / "olmoe", cases=(replace(CASE, T=200, case="own/200"),))
+    with monkeypatch.context() as patch:
+        Races(patch, lambda config: 1.0 + 0.1 * bool(config))
+        run(tmp_path / "mixtral", cases=(replace(CASE, dtype="bfloat16"),))
+    monkeypatch.setattr(sweeps, "RECORDS", tmp_path)
+    for name in ("olmoe", "mixtral"):
+        write_decisions(decide(tmp_path / name), name, tmp_path / name / "decisions.json")
+        sweeps.keep_tuned([tmp_path / name])
+    lines = figures.tuned_section(tmp_path)
+    assert "## `mrb tune layer` gains in 1 of 3 cases, and keeps the default in the others" in lines
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| own")]
+    assert [row[-4:-2] + row[-1:] for row in rows] == [
+        ["1,000", "native", "SLOWER 9"],
+        ["1,000", "native(rows=8,strip_out=2)", "FASTER"],
+        ["-", "native", "not ranked again"],
+    ]
+    assert [row[-2].partition(" (")[0] for row in rows] == ["no gain", "1.170x", "no gain"]
+
+
+def test_a_regret_is_beside_all_that_were_ranked(tmp_path: Path, monkeypatch, scripts) -> None:
+    held_out = scripts("held_out")
+    with monkeypatch.context() as patch:
+        Races(patch, gains)
+        run(tmp_path)
+    write_decisions(decide(tmp_path), tmp_path, path := tmp_path / "decisions.json")
+    (entry,) = held_out.read_decisions(path).entries
+    finalists = held_out.ranked(tmp_path, entry, 64)
+    assert "native(rows=8,strip_out=2)" in finalists and len(finalists) == tune.FINALISTS
+    names = ("native", "native(rows=8)", "native(rows=8,strip_out=2)")
+    refs = tuple(ImplementationRef(name=name) for name in names)
+    outcome = an_outcome(1.0, 0.9, 0.8, implementations=refs)
+    row = held_out.judged(outcome, "native", "native(rows=8)")
+    assert (row["best"], row["beside best"]) == (names[2], "SLOWER")
+    assert row["ratio"] == pytest.approx(0.9) and row["regret"] == pytest.approx(0.125)
+    kept = held_out.judged(outcome, "native", "native")
+    assert kept["regret"] == pytest.approx(0.25) and kept["verdict"] == "the default"
+    assert "regret of at most 25.0 %" in held_out.summary([kept])
+    assert "regret" not in held_out.summary([{"verdict": "the default, not timed"}])

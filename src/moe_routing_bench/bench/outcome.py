@@ -116,6 +116,7 @@ class CellOutcome:
 
     notes: what a reader must know, in sentences: a baseline that was replaced, a busy machine.
     environment: what the machine it ran on was, as environment_document gives it; None if that is this one.
+    suite: of its records; empty: that of the sweep.
     """
 
     experiment: Experiment
@@ -131,6 +132,7 @@ class CellOutcome:
     notes: tuple[str, ...] = ()
     environment: Mapping[str, Any] | None = None
     engine: str = "local"
+    suite: str = ""
 
     @property
     def direction(self) -> Direction:

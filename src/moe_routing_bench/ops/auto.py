@@ -9,7 +9,8 @@ are off unless the environment variable MRB_DECISIONS=<file> or use_decisions(<f
 variable and its file are read once, at the first choice.
 
 A call finds rows that were ranked before, compares the sizes with the conditions of a row, and asks the
-chosen implementation whether it can run. This takes about 2 us on a CPU.
+chosen implementation whether it can run. Finding the rows takes about 2 us on a CPU, and 5 us more if both
+classes of load were measured, because then the load of the call is read.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ from moe_routing_bench.ops.tracing import while_tracing
 
 VARIABLE = "MRB_DECISIONS"
 CHANGED = "; the code of the measured winner has changed since"
+PACKED = "the weights are frozen for it, packed once"
 PROBED = tuple(2**n for n in range(13))  # numbers of tokens that `describe` tries
 
 
@@ -200,7 +202,8 @@ def choose(op: Op, args: tuple[Any, ...], weights: ExpertWeights | None = None) 
 def _choose(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] | None) -> Choice:
     for value in args:
         if type(value) is ExpertWeights and isinstance(value.w_in_EDG, Frozen):
-            return _frozen(op, args, op.get(_tuned(op, args, value.w_in_EDG.form.label)))
+            setting, why = _tuned(op, args, value.w_in_EDG.form.label)
+            return _frozen(op, args, op.get(setting), why)
     rows = _rows(op, args, weights)
     tokens = 0 if rows[0].most_tokens is None else _tokens(args)
     for row in rows:
@@ -219,24 +222,25 @@ def _choose(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] 
     raise NotImplementedError(f"{op.name}: no implementation can run this{passed}")
 
 
-def _tuned(op: Op, args: tuple[Any, ...], label: str) -> str:
-    """The measured setting of the kernel that packed the weights; `label` if none is known for this call."""
+def _tuned(op: Op, args: tuple[Any, ...], label: str) -> tuple[str, str]:
+    """Returns the measured setting of the kernel that packed the weights, and why; `label` if none is known
+    for this call."""
     if not _follows_decisions():
-        return label
+        return label, PACKED
     tokens = _tokens(args)
     row = next(row for row in _rows(op, args, None) if row.always or _fits(row, args, tokens))
-    spec = row.candidates[0][0]
-    return spec if row.measured and base_name(spec) == label else label
+    spec, choice = row.candidates[0]
+    return (spec, choice.why) if row.measured and base_name(spec) == label else (label, PACKED)
 
 
-def _frozen(op: Op, args: tuple[Any, ...], implementation: Implementation) -> Choice:
+def _frozen(op: Op, args: tuple[Any, ...], implementation: Implementation, why: str = PACKED) -> Choice:
     """Chooses the implementation that packed frozen weights; no other can read them."""
     if (reason := implementation.why_not(*args)) is not None:
         label = implementation.label
         raise NotImplementedError(
             f"{op.name}: the weights are frozen for {label}, which cannot run: {reason}"
         )
-    return Choice(implementation=implementation, why="the weights are frozen for it, packed once")
+    return Choice(implementation=implementation, why=why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,13 +290,13 @@ def use_decisions(path: Path | str | None) -> None:
 
 def _rows(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] | None) -> tuple[_Row, ...]:
     """The candidates for each size of call; the last row fits every call."""
-    first = leading(args)
-    if first.is_cpu and not is_dynamo_compiling() and (rows := _state.on_cpu.get(op.name)) is not None:
+    first, tracing = leading(args), is_dynamo_compiling()
+    if first.is_cpu and not tracing and (rows := _state.on_cpu.get(op.name)) is not None:
         return rows
-    if not _follows_decisions():
+    if (tracing or _state.decisions is None) and not _follows_decisions():
         return _ranked(op.name, first.device, None)
     known = None if weights is None else weights()
-    if is_dynamo_compiling() or not first.is_cpu:  # reading the load would make the host wait
+    if tracing or not first.is_cpu:  # reading the load would make the host wait
         return _ranked(op.name, first.device, _sizes(args, known))
     plan = None
     for value in args:
@@ -367,7 +371,8 @@ def _rank(
                 f"with `mrb tune decide`, or turn these off (unset {VARIABLE}, or use_decisions(None))"
             )
         elif facts is not None:
-            because = f"no measured decision for these sizes ({facts})"
+            threads = _threads(torch.get_num_threads())
+            because = f"no measured decision for these sizes ({facts}) with {threads}"
     machine = machine_of(device)
     table = list(preferences(op, machine))
     tool = cpp.missing_tool() if device.type == "cpu" and cpp.why_not() else None
@@ -418,9 +423,14 @@ def _winner(op: Op, decisions: Decisions, entry: DecisionEntry, winner: Winner) 
         ) from None
     if op.source_hash(winner.impl) != winner.source:
         return {}
-    threads = "1 thread" if entry.threads == 1 else f"{entry.threads} threads"
-    where = f"{entry.workload}, {threads}, on this machine, from {decisions.source}"
+    other = "" if len(decisions.loads(entry)) > 1 else ", used for every load because no other was measured"
+    load = f"{entry.workload} ({entry.load} load{other})"
+    where = f"{load}, {_threads(entry.threads)}, on this machine, from {decisions.source}"
     return {winner.impl: f"measured winner for {entry.facts}, at T={winner.T}, {where}"}
+
+
+def _threads(number: int) -> str:
+    return "1 thread" if number == 1 else f"{number} threads"
 
 
 def _passed_over(op: Op, passed: str) -> str:

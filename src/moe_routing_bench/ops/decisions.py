@@ -1,7 +1,8 @@
 """Decisions: which implementation was measured to be fastest, read from a file of `mrb tune`.
 
-A decision is for one machine, torch, operation, code, size of layer, dtype, range of tokens and class of
-load. There is none outside the numbers of tokens that were measured.
+A decision is for one machine, torch, operation, code, size of layer, dtype, number of threads, range of
+tokens and class of load. There is none outside the numbers of tokens that were measured. If only one class of
+load was measured, it decides for the other too, and the reason of the choice says so.
 
 The file comes from outside: its size is limited, every value is checked, and the implementations it names
 must exist here. Nothing in the file is executed.
@@ -123,11 +124,18 @@ class Decisions:
     entries: tuple[DecisionEntry, ...]
 
     def find(self, op: str, facts: Facts, threads: int, load: str = LOADS[0]) -> DecisionEntry | None:
-        """The entry for exactly these sizes, dtype, layout, activation and device. If there are several: the
-        first with this many threads, of these the first with this class of load, else the first in the file.
-        """
-        fits = [entry for entry in self.entries if entry.op == op and entry.facts == facts]
-        return min(fits, key=lambda entry: (entry.threads != threads, entry.load != load), default=None)
+        """The entry for exactly these sizes, dtype, layout, activation, device and threads. If there are
+        several: the first with this class of load, else the first in the file."""
+        fits = self._like(op, facts, threads)
+        return min(fits, key=lambda entry: entry.load != load, default=None)
+
+    def loads(self, entry: DecisionEntry) -> set[str]:
+        """The classes of load that were measured for the sizes and threads of this entry."""
+        return {one.load for one in self._like(entry.op, entry.facts, entry.threads)}
+
+    def _like(self, op: str, facts: Facts, threads: int) -> list[DecisionEntry]:
+        wanted = (op, facts, threads)
+        return [entry for entry in self.entries if (entry.op, entry.facts, entry.threads) == wanted]
 
 
 def read_decisions(path: Path | str) -> Decisions:

@@ -12,7 +12,7 @@ from itertools import combinations
 from moe_routing_bench.core.names import parse_spec
 from moe_routing_bench.report.drawing import INK, Picture, Table, colours, figure, file_name, label, style
 from moe_routing_bench.report.reading import Cell, Group
-from moe_routing_bench.results.record import TUNING, Record
+from moe_routing_bench.results.record import RANKED, TUNING, Record
 from moe_routing_bench.workloads.axes import names_of
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
@@ -26,7 +26,7 @@ def tuned(group: Group) -> list[list[Cell]]:
     axes = [name for name in names_of(Experiment, None, "row") if name != "case"]
     places: dict[Hashable, list[Cell]] = {}
     for cell in group.cells:
-        if cell.first.suite == TUNING and cell.passed:
+        if cell.first.suite in (TUNING, RANKED) and cell.passed:
             place = tuple(getattr(cell.first.experiment, name) for name in axes)
             places.setdefault(place, []).append(cell)
     found = [sorted(cells, key=lambda one: one.first.created_at) for cells in places.values()]
@@ -34,8 +34,10 @@ def tuned(group: Group) -> list[list[Cell]]:
 
 
 def top_ten(cells: Sequence[Cell]) -> Table | None:
-    """The last race of a case, the fastest first; the default is among them."""
+    """The last race of a case, the fastest first; the default is among them. None if it ranks nothing."""
     final = cells[-1]
+    if final.first.suite != RANKED:
+        return None
     timed = [one for one in final.passed if one.implementation.role in ("baseline", "candidate")]
     rows = [
         (
@@ -55,9 +57,11 @@ def gains(group: Group) -> Picture | None:
     by_line: dict[str, list[tuple[int, Record]]] = {}
     for cells in tuned(group):
         final = cells[-1]
-        if compared := [
-            one for one in final.passed if one.comparison and one.implementation.role == "candidate"
-        ]:
+        if final.first.suite == RANKED and (
+            compared := [
+                one for one in final.passed if one.comparison and one.implementation.role == "candidate"
+            ]
+        ):
             sizes = " ".join(f"{letter}={size:,}" for letter, size in zip("DFEK", final.sizes, strict=True))
             line = f"{final.model or sizes}, {final.routing}"
             by_line.setdefault(line, []).append((final.T, min(compared, key=_ratio)))

@@ -27,7 +27,7 @@ from moe_routing_bench.ops.decisions import Facts, read_decisions
 from moe_routing_bench.ops.registry import BUILT_IN, get_op
 from moe_routing_bench.results.folder import CellRun, Run, read_run
 from moe_routing_bench.results.read import LeftOut
-from moe_routing_bench.results.record import DEFAULT_ROUTER, Record
+from moe_routing_bench.results.record import DEFAULT_ROUTER, TUNING, Record
 from moe_routing_bench.results.winners import Contest, Contested, contested, contests, regrets
 from moe_routing_bench.workloads.experiment import ImplementationRef
 
@@ -207,7 +207,7 @@ def _chosen(
     cells: list[tuple[CellRun, list[Record]]], notes: _Notes
 ) -> Iterable[tuple[Question, CellRun, list[Record]]]:
     """Chooses one cell for each question and number of tokens. A cell of the operation alone comes before a
-    cell of a layer, then a newer one before an older one."""
+    cell of a layer, then any other before a race of a search, then a newer one before an older one."""
     best: dict[tuple[Question, int], tuple[tuple[object, ...], CellRun, list[Record]]] = {}
     for cell, records in cells:
         by_question: dict[Question, list[Record]] = {}
@@ -216,7 +216,8 @@ def _chosen(
                 by_question.setdefault(question, []).append(record)
         for question, asked in by_question.items():
             key = (question, asked[0].experiment.T)
-            rank = (asked[0].experiment.span == question.op, max(r.created_at for r in asked), cell.session)
+            first, newest = asked[0], max(record.created_at for record in asked)
+            rank = (first.experiment.span == question.op, first.suite != TUNING, newest, cell.session)
             if key in best:
                 notes.add("cells not used: a newer or closer measurement has the same sizes")
             if key not in best or best[key][0] < rank:
@@ -267,6 +268,13 @@ def _contested(
             "records not used: measured on frozen weights, where the choice is already made", len(records)
         )
         return None
+    if records[0].suite == TUNING:
+        # of many settings in short races the best is partly luck
+        by_name = {name: one for name, one in by_name.items() if one.implementation.role == "baseline"}
+        T = records[0].experiment.T
+        notes.add(f"the default stays at T={T}: its best settings were not ranked again")
+        if not by_name:
+            return None
     try:
         return question, contested(run, cell, by_name)
     except ValueError as error:

@@ -120,7 +120,8 @@ MAX_LINE_BYTES = 64 * 1024
 MAX_LOG = 2_000
 MAX_OPERATIONS = 32
 DEFAULT_ROUTER = "softmax_topk"
-TUNING = "tune"  # the suite of records that `mrb tune layer` and `mrb tune op` write
+# suites of records that `mrb tune layer` and `mrb tune op` write: races of a search, and of the best settings
+TUNING, RANKED = "tune", "tune-ranked"
 SETTING = ("layout", "router", "layer")
 SESSION = r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}"
 

@@ -24,7 +24,7 @@ from moe_routing_bench.workloads.workload import SUITE_VERSION
 
 def record_outcome(outcome: CellOutcome, session: Session, *, suite: str, environment: str) -> list[Record]:
     """Writes the raw samples and records of one cell. They are on disk when it returns."""
-    now = datetime.now(UTC)
+    now, suite = datetime.now(UTC), outcome.suite or suite
     records = [_record(one, outcome, session, suite, environment, now) for one in outcome.outcomes]
     session.append(records)
     return records

@@ -41,6 +41,7 @@ from moe_routing_bench.core.names import base_name
 from moe_routing_bench.fleet.executor import LocalExecutor, OnCellProgress, check_scratch
 from moe_routing_bench.ops.registry import all_ops
 from moe_routing_bench.results.query import views
+from moe_routing_bench.results.record import RANKED
 from moe_routing_bench.tuning.search import SEARCHES, KnobSpace
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
@@ -54,10 +55,11 @@ TOKENS = "1,8,64,512,4096"  # the default for a model
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """A race that the folder holds: ratios by the name of the setting."""
+    """A race that the folder holds: ratios by the name of the setting. ranked: of the best settings."""
 
     ratios: dict[str, float]
     seconds: float
+    ranked: bool = False
 
 
 @dataclass(kw_only=True)
@@ -78,12 +80,12 @@ def known_races(folder: Path) -> dict[str, Known]:
     if not folder.is_dir() or not any(folder.glob("session=*")):
         return {}
     races: dict[str, Known] = {}
-    query = """SELECT cell_key, impl_spec, role, status, ratio, cell_seconds FROM records
+    query = """SELECT cell_key, suite, impl_spec, role, status, ratio, cell_seconds FROM records
         WHERE role IN ('baseline', 'candidate')
         AND cell_key NOT IN (SELECT cell_key FROM records WHERE status = 'NO_TIME')"""
     with views(folder) as connection:
-        for key, spec, role, status, ratio, seconds in connection.execute(query).fetchall():
-            race = races.setdefault(key, Known(ratios={}, seconds=seconds or 0.0))
+        for key, suite, spec, role, status, ratio, seconds in connection.execute(query).fetchall():
+            race = races.setdefault(key, Known(ratios={}, seconds=seconds or 0.0, ranked=suite == RANKED))
             passed = 1.0 if role == "baseline" else ratio
             timed = status == Status.PASSED and passed is not None
             race.ratios[ImplementationRef.read(spec).name] = passed if timed else math.inf
@@ -168,16 +170,16 @@ class Tuner(LocalExecutor):
     ) -> Iterator[CellOutcome]:
         """Runs the races of a search, then one of the best settings."""
 
-        def race(names: Sequence[str], seconds: float) -> Iterator[CellOutcome]:
+        def race(names: Sequence[str], seconds: float, suite: str = "") -> Iterator[CellOutcome]:
             """Times these settings beside the default, unless the folder holds this race."""
             default, *_ = tuned.experiment.implementations
             asked = (default, *(replace(default, name=name) for name in names if name != default.name))
             cell = replace(tuned.experiment, implementations=asked)
             known, began = self.known.get(cell_key(cell, this_machine())), time.perf_counter()
-            if known is None:
+            if known is None or (suite == RANKED and not known.ranked):
                 budget = Budget(seconds, kit_apart=True)  # the kit is passed once, not in every race
                 outcome = measure(cell, budget=budget, on_progress=partial(on_progress, cell))
-                yield outcome
+                yield replace(outcome, suite=suite)
                 known = Known(ratios=ratios_of(outcome), seconds=time.perf_counter() - began)
                 tuned.failed |= {
                     one.implementation.name: f"{one.status}: {one.reason}"
@@ -203,7 +205,7 @@ class Tuner(LocalExecutor):
         best = sorted(tuned.seen, key=tuned.seen.__getitem__)[:FINALISTS]
         best = [name for name in best if math.isfinite(tuned.seen[name])]
         if len(best) > 1 and (left := (case.left - MARGIN) / OVERRUN) > MIN_RACE_SECONDS:
-            yield from race(best, left)
+            yield from race(best, left, RANKED)
             tuned.ranked = True
 
 
