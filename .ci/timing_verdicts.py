@@ -85,9 +85,7 @@ def summary(ledger: Path) -> tuple[list[str], bool]:
     lines = [f"NO VERDICT: {row['test']}: {row['why']}" for row in rows if row["what"] == "no verdict"]
     lines += [f"NOT BEGUN: {test}" for test in late]
     if values:
-        lines.append(
-            f"This run was too slow: it fails, because {len(values)} tests of values were not begun."
-        )
+        lines.append(f"FAILED: this run was so slow that it did not begin {len(values)} tests of values.")
     lines.append(
         f"{len(those['ran'] | timing)} tests, {len(late)} of them not begun for want of time; "
         f"{len(timing)} timing tests, {len(without)} of them without a verdict"

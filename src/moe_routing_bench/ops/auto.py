@@ -268,7 +268,7 @@ class _State:
     known: bool = False  # use_decisions was called, or the environment was read
     decisions: Decisions | None = None
     on_cpu: dict[str, tuple[_Row, ...]] = field(default_factory=dict)  # by op, without decisions
-    # by op, kernel, store and whether it must be batch-invariant: what reads frozen weights, without decisions
+    # what reads frozen weights, without decisions: by op, kernel, store and "must be batch-invariant"
     frozen: dict[tuple[str, str, str | None, bool], Choice] = field(default_factory=dict)
     ranked: dict[tuple[object, ...], tuple[_Row, ...]] = field(default_factory=dict)
     # with decisions, by what is cheap to read of a call: the rows for each class of load

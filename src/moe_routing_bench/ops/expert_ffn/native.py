@@ -7,9 +7,9 @@ needed, it runs `staged` with the native dispatch, grouped_gemm and combine, whi
 store=bfloat16, or a format of formats/named.py (int8, int4_g32, mxfp4, ...), rounds the weights and computes
 with the rounded ones, so results are judged by `stored(weights)`. Plain weights must be frozen first: a
 user's call refuses them, and `run`, which the kit calls, rounds them anew. Weights that a checkpoint stores
-in the format are frozen unchanged. A format that ends in _a8 (int8_a8: W8A8, int4_g32_a8: W4A8) also rounds the rows of both products
-to int8, each with its own scale. That is faster, and as exact as `plain`, which rounds the same way in plain
-torch.
+in the format are frozen unchanged. A format that ends in _a8 (int8_a8: W8A8, int4_g32_a8: W4A8) also rounds
+the rows of both products to int8, each with its own scale. That is faster, and as exact as `plain`, which
+rounds the same way in plain torch.
 
 batch_invariant=True changes nothing for frozen weights. With plain weights it gives the bits of frozen
 weights for any number of rows: weights stored output-first are always packed, and with AMX all weights. With
