@@ -435,7 +435,8 @@ def _regret_section(archive: Path = RECORDS / f"{REGRET}.tar.xz") -> list[str]:
     whole = groups[-1] if groups else None
     shown = [one for one in groups if one.worst >= 1.005]
     finding = (
-        f'`impl="auto"` is within {100 * (whole.p95 - 1):.0f} % of the fastest in 95 % of {whole.cells} questions'
+        f'`impl="auto"` is within {100 * (whole.p95 - 1):.0f} % of the fastest in 95 % of {whole.cells} '
+        "questions"
         if whole
         else '`impl="auto"` beside the fastest'
     )
