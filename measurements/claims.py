@@ -120,12 +120,12 @@ def caption() -> tuple[object, ...]:
     return min(built), max(built), *ends(built), *ends(frozen)
 
 
-def regrets() -> tuple[int, int]:
+def regrets() -> tuple[int, int, int]:
     with tempfile.TemporaryDirectory() as scratch:
         read = read_regrets(unpack(RECORDS / "regret.tar.xz", Path(scratch)))
     slower = [one for one in read.cells if (one.transformers or 0) > 1]
     assert {one.record.experiment.dtype for one in slower} == {"float32"}
-    return len(slower), len(read.cells)
+    return len(slower), len(read.cells), sum(one.loses for one in slower)
 
 
 # routers
@@ -251,7 +251,11 @@ def claims() -> list[Claim]:
                 (f"| {shown} | {{}} ± {{}} | {{}} | {{}} % |", STUDY, partial(standing, rule))
                 for rule, shown in ROUTERS.items()
             ),
-            ("still faster in {} of {} comparisons", "records/regret.tar.xz", regrets),
+            (
+                "less time in {} of {} comparisons, all in float32, but in {} of them by more than the noise",
+                "records/regret.tar.xz",
+                regrets,
+            ),
         ],
         "docs/howto/speed_up_my_model.md": [
             (

@@ -49,15 +49,15 @@ class Cell:
 
 
 def cell_of(one: CellRegret) -> Cell:
-    w, what = one.record.workload, one.record.what
+    w = one.record.experiment
     pairs = w.T * w.K
     elements = {"topk": w.T * w.E, "make_plan": pairs, "combine": pairs * w.D, "grouped_gemm": pairs * w.D}
     best = one.contest.ratios[one.contest.winner]
     return Cell(
         dtype=getattr(torch, w.dtype),
         rows=pairs / w.E,
-        elements=elements.get(what.span, w.T * w.D),
-        gradients=what.direction != "forward",
+        elements=elements.get(w.span, w.T * w.D),
+        gradients=w.direction != "forward",
         regrets={name: ratio / best for name, ratio in one.contest.ratios.items()},
     )
 
@@ -138,6 +138,17 @@ def joined(made: list[Preference], table: Sequence[Preference], those: Sequence[
     return [*first, *made, *(row for row in left if row.machines)]
 
 
+def excess(op: str, regrets: Sequence[float]) -> str | None:
+    """A sentence about an operation whose rules leave its regret above a limit."""
+    median, p95 = float(np.median(regrets)), float(np.quantile(regrets, 0.95, method="higher"))
+    if median <= MEDIAN and p95 <= P95:
+        return None
+    return (
+        f"{op} EXCEEDS THE LIMITS of {MEDIAN:.2f} and {P95:.2f}: "
+        f"{median:.2f} at the median, {p95:.2f} at the 95th percentile"
+    )
+
+
 def written(rows: Sequence[Preference], op: str) -> str:
     def value(it: Any) -> str:
         if it in CONSTANTS:
@@ -179,6 +190,8 @@ def main(machines: str, folder: str, evidence: str, write: bool) -> None:
         made = [replace(r, machines=those, evidence=f"{evidence}: regret {numbers}") for r in rules]
         for row in made:
             print(name, row)
+        if (sentence := excess(name, regrets)) is not None:
+            print(sentence)
         if write:
             path = Path(op.file).with_name("preferences.py")
             table = import_module(f"{op.package}.preferences").PREFERENCES

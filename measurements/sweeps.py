@@ -74,6 +74,7 @@ TOPICS = {
         shows='how much slower is `impl="auto"` than the fastest that can run?',
         sweep="regret --seconds 20 --target 0.03 --min-rounds 12",
         minutes=80,
+        by_case=True,
     ),
     "default": Topic(
         shows="experts as built, frozen, and Transformers' three",

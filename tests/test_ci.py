@@ -87,12 +87,28 @@ def test_a_second_try_without_a_verdict_is_counted(tmp_path: Path) -> None:
     assert ending(tmp_path).returncode == 0  # 1 of 50 is 2 %
 
 
-@pytest.mark.parametrize(("not_begun", "code"), [(2, 0), (3, 1)])
-def test_tests_that_were_not_begun_are_held_to_the_same(tmp_path: Path, not_begun: int, code: int) -> None:
-    rows = [{"test": f"t{i}", "what": "ran", "why": ""} for i in range(100)]
-    rows += [{"test": f"t{i}", "what": "not begun", "why": ""} for i in range(not_begun)]
+@pytest.mark.parametrize(
+    ("values", "timings", "code"), [(0, 0, 0), (0, 2, 0), (0, 3, 1), (1, 0, 1), (1, 2, 1)]
+)
+def test_only_timing_tests_may_be_left_out(tmp_path: Path, values: int, timings: int, code: int) -> None:
+    rows = [{"test": f"t{i}", "what": "timing", "why": ""} for i in range(100)]
+    rows += [{"test": f"v{i}", "what": "ran", "why": ""} for i in range(1000)]
+    late = [f"t{i}" for i in range(timings)] + [f"v{i}" for i in range(values)]
+    rows += [{"test": test, "what": "not begun", "why": ""} for test in late]
     (tmp_path / "ledger").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert ending(tmp_path).returncode == code
+    ended = ending(tmp_path)
+    assert ended.returncode == code
+    assert [line for line in ended.stdout.splitlines() if line.startswith("NOT BEGUN: ")] == [
+        f"NOT BEGUN: {test}" for test in late
+    ]
+    assert ("this run was so slow" in ended.stdout) == bool(values)
+
+
+def test_a_step_begins_no_test_after_its_minute(tmp_path: Path) -> None:
+    run(tmp_path, CI_STEP_UNTIL="0")
+    ended = ending(tmp_path)
+    assert ended.returncode == 1 and "did not begin 1 tests of values" in ended.stdout
+    assert "NOT BEGUN: test_it.py::test_a_wrong_value\n" in ended.stdout
 
 
 def test_the_workflow_lasts_as_long_as_its_steps() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import first_hour
 from repository import ROOT, SOURCE
 
 DOCUMENTS = [
@@ -93,6 +94,14 @@ def test_other_settings_can_be_read() -> None:
     assert yaml.safe_load(text_of(".readthedocs.yaml"))["sphinx"]["configuration"] == "docs/conf.py"
     hooks = yaml.safe_load(text_of(".pre-commit-config.yaml"))["repos"][0]["hooks"]
     assert [hook["entry"].split()[:2] for hook in hooks] == [["ruff", "check"], ["ruff", "format"]]
+
+
+def test_the_first_hour_has_each_command_of_the_pages() -> None:
+    """But for pip, which that script runs itself."""
+    rows = json.loads((ROOT / "measurements" / "first_hour.json").read_text())
+    ran = {(row["page"], row["command"]) for row in rows}
+    wrong = ran.symmetric_difference(first_hour.lines())
+    assert not [one for one in wrong if not re.match(r"(\w+=\w+ )?pip ", one[1])]
 
 
 @pytest.mark.parametrize("page", [one for one in DOCUMENTS if one.startswith("docs/tutorials/")])

@@ -299,9 +299,13 @@ MAX_CALLS = 13  # of Python functions; there were 16 to 27 when choosing took 5 
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["topk", "make_plan", "dispatch", "grouped_gemm", "combine", "expert_ffn"])
+@pytest.mark.parametrize(
+    "name", ["topk", "make_plan", "dispatch", "grouped_gemm", "combine", "expert_ffn", "expert_ffn frozen"]
+)
 def test_choosing_takes_few_calls_and_reads_no_environment(name: str, anew) -> None:
-    op, layer = OPS[name], MoE(16, 8, 4, 2)
+    op, layer = OPS[name.removesuffix(" frozen")], MoE(16, 8, 4, 2)
+    if name.endswith(" frozen"):
+        layer.freeze()
     args = tuple(op.arguments(StandIns(layer.experts.weights(), 2, layer.layout, 3)).values())
     part = resolve(op, "auto", layer.experts.weights)
     part.choice(*args)

@@ -199,6 +199,17 @@ def test_of_two_runs_of_a_question_the_newer_counts(tmp_path: Path) -> None:
         assert material.older == 1 and cell.contest is not None and cell.contest.winner == "a"
 
 
+def test_cells_are_sorted_by_number(tmp_path: Path) -> None:
+    names = [f"case-{n}" for n in (128, 2, 16)]
+    with Session.start(tmp_path / "run") as session:
+        for T, name in [(16, one) for one in names] + [(T, "same") for T in (1000, 128, 2, 16)]:
+            add_cell(session, {"a": 1.0, "b": 0.5}, experiment__T=T, experiment__case=name)
+    (group,) = material_of(tmp_path / "run").chapters[0].groups
+    of = [(cell.first.experiment.T, cell.first.experiment.case) for cell in group.cells]
+    assert [case for _, case in of if case != "same"] == ["case-2", "case-16", "case-128"]
+    assert [T for T, case in of if case == "same"] == [2, 16, 128, 1000]
+
+
 def test_ties_are_those_of_the_decisions(tmp_path: Path) -> None:
     from moe_routing_bench.results.decisions import decide
 

@@ -54,6 +54,18 @@ def test_regret_is_autos_time_over_the_fastest(folder: Path) -> None:
     assert [one.partition(":")[0] for one in found.without] == ["regret/d", "regret/e"]
 
 
+def test_transformers_is_faster_only_if_that_is_decided(tmp_path: Path) -> None:
+    with Session.start(tmp_path) as session:
+        cell(session, "faster", {"native": 1.0, "staged": 0.8, "hf_eager": 0.9, "hf_batched_mm": 0.95})
+        noise = [0.01 * (0.9 + 0.17 * (n % 2)) for n in range(40)]
+        cell(session, "perhaps", {"native": [0.01] * 40, "hf_eager": noise})
+    one, other = read_regrets(tmp_path).cells
+    assert one.loses and one.transformers == pytest.approx(1 / 0.9, rel=0.02)
+    assert other.transformers is not None and other.transformers > 1 and not other.loses
+    group = read_regrets(tmp_path).groups[-1]
+    assert (group.slower_than_transformers, group.slower_undecided) == (2, 1)
+
+
 def test_the_newest_run_of_a_case_counts(tmp_path: Path) -> None:
     with Session.start(tmp_path) as session:
         cell(session, "a", {"sort": 1.0, "native": 0.5}, created_at="2026-11-14T00:00:00Z")
@@ -116,6 +128,17 @@ def test_rows_for_what_the_sweep_does_not_vary_stay_first() -> None:
     rows = MAKER["joined"]([new], table, ("vnni",))
     assert rows[:3] == [*table[:2], new] and (table[0].gradients, table[1].most_queries) == (True, 1)
     assert [row.machines for row in rows if "vnni" in row.machines] == [*(r.machines for r in rows[:3])]
+
+
+def test_an_operation_over_the_limits_is_named() -> None:
+    assert MAKER["excess"]("topk", [1.0, 1.02, 1.09]) is None
+    said = MAKER["excess"]("topk", [1.04, 1.04, 1.3])
+    assert said.startswith("topk EXCEEDS THE LIMITS") and "1.04 at the median, 1.30" in said
+
+
+def test_cells_are_made_of_records(folder: Path) -> None:
+    made = [MAKER["cell_of"](one) for one in read_regrets(folder).cells]
+    assert {cell.dtype for cell in made} == {torch.float32} and made[0].regrets["native"] == 1
 
 
 def test_a_written_table_is_read_back(tmp_path: Path) -> None:

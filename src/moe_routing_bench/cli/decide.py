@@ -180,7 +180,17 @@ def regret_command(
             }
         )
         return
-    names = ("group", "cells", "median", "95 %", "worst", f"over {NOTABLE}", "undecided", "HF faster")
+    names = (
+        "group",
+        "cells",
+        "median",
+        "95 %",
+        "worst",
+        f"over {NOTABLE}",
+        "undecided",
+        "HF faster",
+        "undecided",
+    )
     show(table_of(names, [_row(group) for group in found.groups], words=("group",)), "")
     worst = sorted((one for one in found.cells if one.regret > NOTABLE), key=lambda one: -one.regret)
     if worst:
@@ -197,7 +207,8 @@ def regret_command(
 
 def _row(group: GroupRegret) -> tuple[Any, ...]:
     times = (f"{value:.2f}" for value in (group.median, group.p95, group.worst))
-    return (group.group, group.cells, *times, group.over, group.undecided, group.slower_than_transformers)
+    theirs = group.slower_than_transformers, group.slower_undecided
+    return (group.group, group.cells, *times, group.over, group.undecided, *theirs)
 
 
 def _cell(one: CellRegret) -> tuple[str, ...]:
@@ -215,5 +226,6 @@ def _regret_document(one: CellRegret) -> dict[str, Any]:
         "regret": one.regret,
         "shown": one.shown,
         "over_transformers": one.transformers,
+        "slower_than_transformers": one.loses,
         "ratios": one.contest.ratios,
     }

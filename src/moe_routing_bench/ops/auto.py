@@ -31,7 +31,7 @@ from torch.compiler import is_dynamo_compiling
 from moe_routing_bench.core import cpp
 from moe_routing_bench.core.dtypes import name_of
 from moe_routing_bench.core.experts import ExpertWeights
-from moe_routing_bench.core.frozen import Frozen
+from moe_routing_bench.core.frozen import Form, Frozen
 from moe_routing_bench.core.machine import this_machine
 from moe_routing_bench.core.names import base_name
 from moe_routing_bench.core.plan import Layout, RoutingPlan
@@ -169,7 +169,7 @@ def _choose_invariant(op: Op, args: tuple[Any, ...]) -> Choice:
     """The first that can run. Decisions are ignored, because they may depend on the number of tokens."""
     for value in args:
         if isinstance(value, ExpertWeights) and isinstance(value.w_in_EDG, Frozen):
-            return _frozen(op, args, _made_invariant(op, value.w_in_EDG.form.label))
+            return _frozen(op, args, value.w_in_EDG.form, invariant=True)
     machine, passed = machine_of(leading(args).device), ""
     for spec, implementation in _promising(op, machine).items():
         if (reason := implementation.why_not(*args)) is None:
@@ -202,8 +202,7 @@ def choose(op: Op, args: tuple[Any, ...], weights: ExpertWeights | None = None) 
 def _choose(op: Op, args: tuple[Any, ...], weights: Callable[[], ExpertWeights] | None) -> Choice:
     for value in args:
         if type(value) is ExpertWeights and isinstance(value.w_in_EDG, Frozen):
-            setting, why = _tuned(op, args, value.w_in_EDG.form.label)
-            return _frozen(op, args, op.get(setting), why)
+            return _frozen(op, args, value.w_in_EDG.form)
     rows = _rows(op, args, weights)
     tokens = 0 if rows[0].most_tokens is None else _tokens(args)
     for row in rows:
@@ -233,14 +232,25 @@ def _tuned(op: Op, args: tuple[Any, ...], label: str) -> tuple[str, str]:
     return (spec, choice.why) if row.measured and base_name(spec) == label else (label, PACKED)
 
 
-def _frozen(op: Op, args: tuple[Any, ...], implementation: Implementation, why: str = PACKED) -> Choice:
+def _frozen(op: Op, args: tuple[Any, ...], form: Form, invariant: bool = False) -> Choice:
     """Chooses the implementation that packed frozen weights; no other can read them."""
-    if (reason := implementation.why_not(*args)) is not None:
-        label = implementation.label
+    tracing, key = is_dynamo_compiling(), (op.name, form.kernel, form.store, invariant)
+    if tracing or (choice := _state.frozen.get(key)) is None:
+        label, why = form.label, PACKED
+        if invariant:
+            found = _made_invariant(op, label)
+        else:
+            setting, why = _tuned(op, args, label)
+            found = op.get(setting)
+        choice = Choice(implementation=found, why=why)
+        if not tracing and (invariant or not _follows_decisions()):  # else it depends on the call
+            _state.frozen[key] = choice
+    if (reason := choice.implementation.why_not(*args)) is not None:
+        label = choice.implementation.label
         raise NotImplementedError(
             f"{op.name}: the weights are frozen for {label}, which cannot run: {reason}"
         )
-    return Choice(implementation=implementation, why=why)
+    return choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,6 +275,8 @@ class _State:
     known: bool = False  # use_decisions was called, or the environment was read
     decisions: Decisions | None = None
     on_cpu: dict[str, tuple[_Row, ...]] = field(default_factory=dict)  # by op, without decisions
+    # what reads frozen weights, without decisions: by op, kernel, store and "must be batch-invariant"
+    frozen: dict[tuple[str, str, str | None, bool], Choice] = field(default_factory=dict)
     ranked: dict[tuple[object, ...], tuple[_Row, ...]] = field(default_factory=dict)
     # with decisions, by what is cheap to read of a call: the rows for each class of load
     quick: dict[tuple[object, ...], list[tuple[_Row, ...]]] = field(default_factory=dict)
@@ -283,6 +295,7 @@ def use_decisions(path: Path | str | None) -> None:
     decisions = None if path is None else read_decisions(path)
     _state.known, _state.decisions = True, decisions
     _state.on_cpu.clear()
+    _state.frozen.clear()
     _state.ranked.clear()
     _state.quick.clear()
     _state.warned.clear()

@@ -484,10 +484,8 @@ class Record(RecordPart):
 
     @property
     def share_of_roof(self) -> float | None:
-        """None in old records with hot caches, because their roofs ignored bytes that fit into the caches."""
-        if self.work is None or (self.work.roof_seconds is None and self.experiment.cache == "hot"):
-            return None
-        return self.work.share_of_roof
+        """None in old records, because their roofs ignored caches and the arithmetic of stored formats."""
+        return None if self.work is None or self.work.roof_seconds is None else self.work.share_of_roof
 
     def line(self) -> bytes:
         """Returns the stored form: JSON in one line that ends with a newline."""

@@ -7,7 +7,7 @@ count twice: unfrozen experts are compared with all that read unfrozen weights, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ class CellRegret:
     record: Record
     picked: str
     contest: Contest
+    duel: Contest | None  # of the pick and the best Transformers experts alone
 
     @property
     def regret(self) -> float:
@@ -47,8 +48,16 @@ class CellRegret:
     def transformers(self) -> float | None:
         """The time of "auto" divided by the time of the best Transformers experts; above 1 Transformers is
         faster."""
-        theirs = [ratio for name, ratio in self.contest.ratios.items() if name.startswith(TRANSFORMERS)]
-        return self.contest.ratios[self.picked] / min(theirs) if theirs else None
+        if self.duel is None:
+            return None
+        (other,) = self.duel.ratios.keys() - {self.picked}
+        return self.duel.ratios[self.picked] / self.duel.ratios[other]
+
+    @property
+    def loses(self) -> bool:
+        """Are the best Transformers experts faster by more than the noise?"""
+        lost = None if self.duel is None else self.duel.against_winner.get(self.picked)
+        return lost is not None and lost.verdict == "SLOWER"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +66,7 @@ class GroupRegret:
 
     over: cells above 1.05. undecided: how many of these are within the noise.
     slower_than_transformers: cells in which the best Transformers experts took less time.
+    slower_undecided: how many of these are within the noise.
     """
 
     group: str
@@ -68,6 +78,7 @@ class GroupRegret:
     over: int
     undecided: int
     slower_than_transformers: int
+    slower_undecided: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +104,17 @@ def read_regrets(folder: Path | str) -> Regrets:
         hint = f": {without[0]}" if without else f"; measure it: mrb sweep {SUITE} --out {folder}"
         raise ValueError(f"{folder} has no time of auto in the suite {SUITE}{hint}")
     decided = contests([field for *_, field in fields])
+    pairs = [_pair(picked, field) for *_, picked, field in fields]
+    duels = iter(contests([pair for pair in pairs if pair is not None]))
     cells = tuple(
-        CellRegret(group=group, record=record, picked=picked, contest=contest)
-        for (group, record, picked, _), contest in zip(fields, decided, strict=True)
+        CellRegret(
+            group=group,
+            record=record,
+            picked=picked,
+            contest=contest,
+            duel=None if pair is None else next(duels),
+        )
+        for (group, record, picked, _), contest, pair in zip(fields, decided, pairs, strict=True)
     )
     return Regrets(cells=cells, groups=tuple(_grouped(cells)), without=tuple(without), left_out=left_out)
 
@@ -103,6 +122,7 @@ def read_regrets(folder: Path | str) -> Regrets:
 def summed(group: str, cells: Sequence[CellRegret]) -> GroupRegret:
     worst = max(cells, key=lambda one: one.regret)
     over = [one for one in cells if one.regret > NOTABLE]
+    slower = [one for one in cells if (one.transformers or 0) > 1]
     return GroupRegret(
         group=group,
         cells=len(cells),
@@ -112,7 +132,22 @@ def summed(group: str, cells: Sequence[CellRegret]) -> GroupRegret:
         worst_cell=worst.record.experiment.case,
         over=len(over),
         undecided=sum(not one.shown for one in over),
-        slower_than_transformers=sum((one.transformers or 0) > 1 for one in cells),
+        slower_than_transformers=len(slower),
+        slower_undecided=sum(not one.loses for one in slower),
+    )
+
+
+def _pair(picked: str, field: Contested) -> Contested | None:
+    """The pick and the best Transformers experts of a cell."""
+    theirs = [name for name in field.ratios if name.startswith(TRANSFORMERS)]
+    if not theirs:
+        return None
+    both = (picked, min(theirs, key=lambda name: field.ratios[name]))
+    return replace(
+        field,
+        records={name: field.records[name] for name in both},
+        times={name: field.times[name] for name in both},
+        ratios={name: field.ratios[name] for name in both},
     )
 
 

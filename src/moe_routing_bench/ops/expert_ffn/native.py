@@ -5,11 +5,11 @@ read in place, output-first or not, and others are packed in strips when they ar
 needed, it runs `staged` with the native dispatch, grouped_gemm and combine, which have no knobs.
 
 store=bfloat16, or a format of formats/named.py (int8, int4_g32, mxfp4, ...), rounds the weights and computes
-with the rounded ones, so results are judged by `stored(weights)`. Plain weights are rounded at every call,
-which costs more than it saves: freeze them. Weights that a checkpoint stores in the format are frozen
-unchanged. A format that ends in _a8 (int8_a8: W8A8, int4_g32_a8: W4A8) also rounds the rows of both products
-to int8, each with its own scale. That is faster, and as exact as `plain`, which rounds the same way in plain
-torch.
+with the rounded ones, so results are judged by `stored(weights)`. Plain weights must be frozen first: a
+user's call refuses them, and `run`, which the kit calls, rounds them anew. Weights that a checkpoint stores
+in the format are frozen unchanged. A format that ends in _a8 (int8_a8: W8A8, int4_g32_a8: W4A8) also rounds
+the rows of both products to int8, each with its own scale. That is faster, and as exact as `plain`, which
+rounds the same way in plain torch.
 
 batch_invariant=True changes nothing for frozen weights. With plain weights it gives the bits of frozen
 weights for any number of rows: weights stored output-first are always packed, and with AMX all weights. With
@@ -364,7 +364,10 @@ def run(
 
 
 def _wants_gradients(x_TD: Tensor, gate_TK: Tensor, weights: ExpertWeights) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((x_TD, gate_TK, weights)))
+    if not torch.is_grad_enabled():
+        return False
+    parts = (x_TD, gate_TK, weights.w_in_EDG, weights.w_out_EFD, weights.b_in_EG, weights.b_out_ED)
+    return True in [part.requires_grad for part in parts if part is not None]
 
 
 def _memory(w_EKN: Tensor) -> tuple[Tensor, tuple[int, ...]]:
