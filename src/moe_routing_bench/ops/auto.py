@@ -102,7 +102,7 @@ class Auto:
 
 
 def describe(part: Implementation | Auto, weights: ExpertWeights, K: int, layout: Layout) -> str:
-    """Says what runs in a layer of these sizes; for "auto" also why, and for how many tokens if it depends on
+    """What runs in a layer of these sizes; for "auto" also why, and for how many tokens if it depends on
     that."""
     if isinstance(part, Implementation):
         return f"{part.op}.{part.label}"
@@ -178,8 +178,8 @@ def _choose_invariant(op: Op, args: tuple[Any, ...]) -> Choice:
 
 
 def pick(op: Op, impl: str, args: tuple[Any, ...], weights: ExpertWeights | None = None) -> Choice:
-    """Returns what runs these arguments for `impl`, a name or "auto", and why. Raises NotImplementedError
-    with the reason if nothing can."""
+    """What runs these arguments for `impl`, a name or "auto", and why. Raises NotImplementedError with the
+    reason if nothing can."""
     if impl == "auto":
         choice = choose(op, args, weights)
         if choice.warning is not None:
@@ -192,8 +192,8 @@ def pick(op: Op, impl: str, args: tuple[Any, ...], weights: ExpertWeights | None
 
 
 def choose(op: Op, args: tuple[Any, ...], weights: ExpertWeights | None = None) -> Choice:
-    """Returns what "auto" chooses for these arguments, and why. It shows no warning. Without weights, given
-    or among the arguments, it cannot find a measured decision."""
+    """What "auto" chooses for these arguments, and why. It shows no warning. Without weights, given or among
+    the arguments, it cannot find a measured decision."""
     return _choose(op, args, None if weights is None else lambda: weights)
 
 
@@ -230,7 +230,7 @@ def _tuned(op: Op, args: tuple[Any, ...], label: str) -> str:
 
 
 def _frozen(op: Op, args: tuple[Any, ...], implementation: Implementation) -> Choice:
-    """Chooses the implementation that packed frozen weights; no other can read them."""
+    """Only the implementation that packed frozen weights can read them."""
     if (reason := implementation.why_not(*args)) is not None:
         label = implementation.label
         raise NotImplementedError(
