@@ -209,7 +209,7 @@ def test_a_regret_is_beside_all_that_were_ranked(tmp_path: Path, monkeypatch, sc
     write_decisions(decide(tmp_path), tmp_path, path := tmp_path / "decisions.json")
     (entry,) = held_out.read_decisions(path).entries
     finalists = held_out.ranked(tmp_path, entry, 64)
-    assert "native(rows=8,strip_out=2)" in finalists and len(finalists) == tune.FINALISTS
+    assert "native(rows=8,strip_out=2)" in finalists and len(finalists) == tune.FINALISTS + 1
     names = ("native", "native(rows=8)", "native(rows=8,strip_out=2)")
     refs = tuple(ImplementationRef(name=name) for name in names)
     outcome = an_outcome(1.0, 0.9, 0.8, implementations=refs)
