@@ -56,7 +56,7 @@ SELECT suite, "case", dtype, store, error, workload, direction, impl, layout, ro
   CASE WHEN roof_ms IS NOT NULL THEN share_of_roof END AS share_of_roof,
   bw_2pass, bw_strict, bytes_per_second, flops_per_second, dropped_pairs, padded_rows, max_over_mean, cv,
   stage_seconds, role,
-  load_before, machine, source_commit, source_dirty, threads, created_at
+  load_before, machine, source_commit, source_dirty, threads, created_at, max_seconds, environment
 FROM records WHERE status = 'PASSED' AND role IN ('baseline', 'candidate')
 QUALIFY row_number() OVER (
   PARTITION BY span, "case", dtype, workload, direction, impl, layout, router, threads,
@@ -137,7 +137,12 @@ def read_topic(topic: str, folder: Path = RECORDS) -> Records:
         folder = unpack(archive, Path(scratch))
         names, rows = run_query(folder, ROWS)
         failed = run_query(folder, FAILED)[1]
-    return Records(tuple(dict(zip(names, row, strict=True)) for row in rows), tuple(failed))
+        environments = {path.stem: json.loads(path.read_text()) for path in folder.glob("environments/*")}
+    found = [dict(zip(names, row, strict=True)) for row in rows]
+    for row in found:
+        roofs = environments.get(row["environment"], {}).get("roofs") or {}
+        row["copy_bytes"] = roofs.get("copy_bytes", {}).get(str(row["threads"]))
+    return Records(tuple(found), tuple(failed))
 
 
 # words
@@ -192,7 +197,7 @@ def source(all_records: Mapping[str, Records]) -> str:
     rows = [row for one in all_records.values() for row in one.rows]
     if not rows:
         return "Nothing was measured yet."
-    commits = _each(rows, "source_commit", 10)
+    commits = {row["source_commit"] for row in rows}
     days = sorted({f"{row['created_at']:%Y-%m-%d}" for row in rows})
     rounds, busy = min(row["rounds"] for row in rows), max(row["load_before"] for row in rows)
     warnings = []
@@ -207,7 +212,7 @@ def source(all_records: Mapping[str, Records]) -> str:
         warnings.append(f"THE MACHINE WAS BUSY (load {busy:.1f})")
     facts = (
         f"{_each(rows, 'machine')}, threads: {_each(rows, 'threads')}",
-        f"at least {rounds} interleaved rounds, commit {commits}",
+        f"at least {rounds} interleaved rounds, {len(commits)} commits",
         " to ".join(dict.fromkeys((days[0], days[-1]))),
         *warnings,
     )
@@ -221,7 +226,7 @@ def _other_sweep(topic: Topic, row: Row) -> bool:
 
 
 def _each(rows: Sequence[Row], name: str, letters: int = 100) -> str:
-    return " and ".join(sorted({str(row[name])[:letters] for row in rows}))
+    return ", ".join(sorted({str(row[name])[:letters] for row in rows}))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
@@ -312,14 +317,17 @@ def document(all_records: Mapping[str, Records]) -> str:
     parts = [
         "# Figures",
         "",
-        "Every table here is written by `python measurements/figures.py` from the records in",
-        "`measurements/records/`, and a test compares them. `2.2x` means that ours is 2.2 times as fast as",
+        "`python measurements/figures.py` writes all tables here from `measurements/records/`; the last line",
+        "of a section measures again (`python measurements/sweeps.py`). `2.2x`: ours is 2.2 times as fast as",
         "the other in the same rounds, with the 99 % interval in brackets. `?` marks a difference that the",
         "noise leaves undecided. Ours is `native` unless a table names another one.",
         "",
         *table(
             ("compared with", "ours is", "decided in"),
-            [(what, compared(rows), decided(rows)) for what, rows in comparisons(all_records).items()],
+            [
+                (what, compared(rows), decided(rows).removesuffix(" cells"))
+                for what, rows in comparisons(all_records).items()
+            ],
         ),
         *_default_section(all_records),
         *_roof_section(all_records),
@@ -336,6 +344,7 @@ def document(all_records: Mapping[str, Records]) -> str:
         *_dense_section(all_records),
         *_linear_section(all_records),
         *_balance_section(all_records),
+        *_seed_grid_section(all_records),
         *tuned_section(),
         "",
         "## Machines, commits and results without a time",
@@ -347,10 +356,16 @@ def document(all_records: Mapping[str, Records]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _section(finding: str, caption: str, lines: list[str], *topics: str) -> list[str]:
+def _section(
+    finding: str, caption: str, lines: list[str], *topics: str, cells: Iterable[Row] = ()
+) -> list[str]:
+    """cells: the rows of topics that were measured one by one; their records know the seconds of each."""
     minutes = sum(TOPICS[topic].minutes for topic in topics if topic in TOPICS)
     names = " ".join(topic for topic in topics if topic in TOPICS)
-    measured = f"Measured by `python measurements/sweeps.py run {names}`, at most {minutes:g} minutes."
+    measured = f"`sweeps.py run {names}`: at most {minutes:g} minutes."
+    if seconds := sorted({row["max_seconds"] for row in cells}):
+        given = ", ".join(f"{one:g}" for one in seconds)
+        measured = f"In {given} s a cell. {measured}"
     if len(lines) <= 2:  # a head without rows
         lines = ["Not measured yet."]
     return ["", f"## {finding}", "", caption, "", *lines, "", measured]
@@ -414,8 +429,7 @@ def _roof_section(all_records: Mapping[str, Records]) -> list[str]:
         if tokens
         else "Shares of the roof",
         "Ours / the fastest other, in % of the roof: the least time that the measured bandwidth and peak "
-        "rates of this machine allow for the bytes and operations of the call. With few tokens reading the "
-        "weights limits the time, with many the arithmetic. A test allows no share above 105 %.",
+        "rates of this machine allow for the bytes and operations of the call.",
         table(
             ("model", "weights", *(f"T = {T:,}" for T in tokens)),
             [
@@ -445,16 +459,13 @@ def _regret_section(archive: Path = RECORDS / f"{REGRET}.tar.xz") -> list[str]:
     )
     return _section(
         finding,
-        "Regret: the time of what `auto` picks over that of the fastest implementation; 1 is the fastest. "
+        "Regret: the time of what `auto` picks over that of the fastest implementation. "
         "Experts are two questions, as built and frozen: "
         f"these are {len({one.record.experiment.case for one in cells})} of {len(cases(REGRET))} cases. "
         f"In {len(groups) - len(shown)} more groups the regret is 1.00 in every question. "
         f"In float32, {_below(cells, 'unfrozen', 1.3)} as built are less than 1.3x faster than the best of "
-        f"Transformers, and {_below(cells, 'frozen', 1.5)} frozen less than 1.5x. Where Transformers may be "
-        "faster: one token of Mixtral's sizes waits for memory, and ours reads the "
-        "second weights of an expert more slowly than torch's product does; "
-        "in tiny training the two products of the backward pass take longer "
-        "than torch's (`measurements/cpu/slower_than_transformers.txt`).",
+        f"Transformers, and {_below(cells, 'frozen', 1.5)} frozen less than 1.5x. "
+        "`measurements/cpu/slower_than_transformers.txt` says why Transformers may be faster in some.",
         table(
             ("group", "questions", "median", "95 %", "worst", "Transformers faster in", "perhaps in"),
             [
@@ -512,7 +523,7 @@ def _grid_section(all_records: Mapping[str, Records]) -> list[str]:
     return _section(
             f"A layer is faster than with Transformers' best experts: {finding or 'not measured'}",
             "One layer of three models under uneven routing, zipf(1.2), hot caches. Milliseconds of ours, "
-            "and how many times faster that is. `-`: the cell had too little time, memory or precision.",
+            "and how many times faster that is. `-`: no time.",
             table(
                 ("model and tokens", *(
                     f"{what}, {dtype}" for dtype in DTYPES for what in ("ms", "Transformers", "vLLM")
@@ -542,7 +553,8 @@ def _layers_section(all_records: Mapping[str, Records]) -> list[str]:
                 if row["role"] != "baseline":
                     name = re.sub(r"staged\(.*\)", "staged", row["impl"])
                     direction = ", training" if row["direction"] == "train" else ""
-                    case = f"{row['case']} {row['workload']}{direction}"
+                    workload = "" if row["workload"] == "zipf(1.2)" else f" {row['workload']}"
+                    case = f"{row['case']}{workload}{direction}"
                     lines.append((case, name, _ours(cell), _gain(row)))
     skew = [row["ratio"] for row in all_records["skew"].best(HF)]
     bits = [
@@ -556,7 +568,8 @@ def _layers_section(all_records: Mapping[str, Records]) -> list[str]:
     )
     return _section(
         finding,
-        "Layers in bfloat16. `native(batch_invariant=True)` gives a token the same bits in every batch.",
+        "Layers in bfloat16, zipf(1.2) unless named. `native(batch_invariant=True)` gives a token the same "
+        "bits in every batch.",
         table(("case", "beside ours", "ours, ms", "ours is"), lines),
         *topics,
     )
@@ -566,7 +579,7 @@ def layouts_lines(layouts: Records) -> list[tuple[str, ...]]:
     """One line for each routing, layout and kernel: the mean over the cells, padding and drops."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in layouts.rows:
-        kernel = "batched product" if row["impl"].startswith("staged") else "C++ kernel"
+        kernel = "batched" if row["impl"].startswith("staged") else "C++"
         layout = re.sub(r"capacity_factor=|size=|,drop=position", "", row["layout"])
         groups.setdefault((row["workload"], layout, kernel), []).append(row)
     return [
@@ -586,10 +599,9 @@ def _layouts_section(all_records: Mapping[str, Records]) -> list[str]:
     return _section(
         f"{finding} than padding with a batched product",
         "Time over that of compact, the mean of 16 and 64 experts. A time below 1 with dropped pairs is less "
-        "work, not a better layout. The busiest expert has "
+        "work, not a better layout. Busiest expert over mean: "
         + ", ".join(
-            f"{max(row['max_over_mean'] for row in layouts.where(workload=name).rows):.1f} times the mean "
-            f"under {name}"
+            f"{max(row['max_over_mean'] for row in layouts.where(workload=name).rows):.1f} under {name}"
             for name in dict.fromkeys(row["workload"] for row in layouts.rows)
         )
         + ".",
@@ -704,8 +716,8 @@ def _stored_section(all_records: Mapping[str, Records]) -> list[str]:
     vllm = all_records["experts"].best(VLLM)
     return _section(
         f"Rows and weights in 8 and 4 bits are {_range(best)} faster than bfloat16",
-        "How many times faster than `native` with bfloat16 weights, cold weights. `_a8`: rows are rounded to "
-        "8 bits too. Error: root mean square, relative, against the exact result with the stored weights. In "
+        "How many times faster than `native` with bfloat16 weights, cold weights. "
+        "Error: root mean square, relative, against the exact result with the stored weights. In "
         f"bfloat16 itself ours is {compared(vllm)} than vLLM's kernel.",
         table(
             ("model", "format", "error", *(f"T = {T:,}" for T in tokens)),
@@ -738,8 +750,8 @@ def _peers_section(all_records: Mapping[str, Records]) -> list[str]:
 
 # the layers around the experts, beside the figures of the original plan, which are those of other hardware
 
-OUR_BLOCKS = ("ours", "ours(linear=onednn_packed)", "frozen(ours)")
-PLANNED_BLOCKS = {"1x64": "0.470 to 0.268 ms: 1.75x", "8x128": "0.638 to 0.520 ms: 1.23x"}
+OUR_BLOCKS = ("ours", "ours(linear=onednn_packed)", "ours(linear=mkl_packed)", "frozen(ours)")
+PLANNED_BLOCKS = {"1x64": "0.470/0.268 ms: 1.75x", "8x128": "0.638/0.520 ms: 1.23x"}
 PLANNED_ATTENTION = {"founding": "8.5x over plain", "tuned": "1.27x by tuning"}
 PLANNED_NORMS = {"plain": 4096, "launches overlap": 4422, "staged": 4596}  # GB/s
 PLANNED_PRODUCTS = {"32x256": "1.13x", "128x768": "1.01x", "128x1024": "1.01x"}
@@ -765,23 +777,66 @@ def _fastest(cell: Cell, names: Iterable[str]) -> Row | None:
     return min((found[one] for one in names if one in found), key=lambda row: row["median_ms"], default=None)
 
 
-def gain_over(cell: Cell, ours: Iterable[str], others: Iterable[str]) -> float | None:
-    """How many times faster the fastest of ours is than the fastest of others. Only ratios to the same
-    baseline are compared, of several the newest."""
-    ours, gains = list(ours), {}
+@dataclass(frozen=True)
+class Gain:
+    """How many times faster ours is, and whether the records decide it: str(Gain(1.6, False)) is "1.60x?"."""
+
+    ratio: float
+    sure: bool
+
+    def __str__(self) -> str:
+        return f"{times(self.ratio)}{'' if self.sure else '?'}"
+
+
+def gain_over(cell: Cell, ours: Iterable[str], others: Iterable[str]) -> Gain | None:
+    """How many times faster the fastest of ours is than the fastest of others; None unless all others have a
+    time. Only ratios to the same baseline are compared, of several the newest."""
+    ours, others, gains = list(ours), list(others), dict[str, Gain]()
     groups: dict[str, list[Row]] = {}
     for row in sorted(cell, key=lambda row: row["created_at"]):
         groups.setdefault(row["baseline"] or row["impl"], []).append(row)
     for group in sorted(groups.values(), key=lambda rows: rows[-1]["created_at"]):
-        ratios = {row["impl"]: row["ratio"] for row in group}
-        mine = min((ratios[one] for one in ours if one in ratios), default=None)
-        if mine is not None:
-            gains |= {one: ratio / mine for one, ratio in ratios.items()}
-    return min((gains[one] for one in others if one in gains), default=None)
+        rows = {row["impl"]: row for row in group}
+        found = [rows[one] for one in ours if one in rows]
+        if found:
+            mine = min(found, key=lambda row: row["ratio"])
+            gains |= {one: Gain(row["ratio"] / mine["ratio"], _apart(mine, row)) for one, row in rows.items()}
+    if not others or not gains.keys() >= {*others}:
+        return None
+    return min((gains[one] for one in others), key=lambda gain: gain.ratio)
 
 
-def _maybe(gain: float | None) -> str:
-    return "-" if gain is None else times(gain)
+def _apart(mine: Row, theirs: Row) -> bool:
+    """By the verdict, and if the other is not the baseline, only if the intervals have no ratio in common."""
+    if mine["verdict"] not in ("SLOWER", "FASTER", "SAME"):
+        return False
+    both = mine["high"] < theirs["low"] or theirs["high"] < mine["low"]
+    return both or theirs["impl"] == mine["baseline"]
+
+
+def _goal(what: str, asked: str, reached: Iterable[object], limit: str) -> list[str]:
+    """A line with what was asked, what the records show, and what limits it."""
+    shown = " and ".join(text for one in reached if (text := str(one)))
+    return [f"- {what}: asked {asked}; reached {shown}. {limit}"] if shown else []
+
+
+def _reached(gains: Iterable[Gain | None]) -> str:
+    found = sorted((gain for gain in gains if gain is not None), key=lambda gain: gain.ratio)
+    return " to ".join(dict.fromkeys(str(gain) for gain in (found[0], found[-1]))) if found else ""
+
+
+def _percents(shares: Iterable[float | None], of: str) -> str:
+    found = sorted(100 * share for share in shares if share is not None)
+    ends = dict.fromkeys(f"{one:.0f}" for one in (found[0], found[-1])) if found else ()
+    return f"{' to '.join(ends)} % of {of}" if ends else ""
+
+
+def _maybe(gain: Gain | None) -> str:
+    return "-" if gain is None else str(gain)
+
+
+def _below(goals: list[str]) -> list[str]:
+    return ["", *goals] if goals else []
 
 
 def _ms(row: Row | None) -> str:
@@ -792,27 +847,61 @@ def _attention_section(all_records: Mapping[str, Records]) -> list[str]:
     cases, what = by_case(all_records, "seed-attention"), ("ms", "over plain", "over torch's")
     ours = ["native"]
 
-    def gains(cell: Cell) -> tuple[float | None, float | None]:
+    def gains(cell: Cell) -> tuple[Gain | None, Gain | None]:
         theirs = {row["impl"] for row in cell} - {"plain", *ours}
         return gain_over(cell, ours, ["plain"]), gain_over(cell, ours, theirs)
 
     def texts(cell: Cell) -> tuple[str, ...]:
         return _ms(_fastest(cell, ours)), *map(_maybe, gains(cell))
 
-    best = [gain for by in cases.values() for cell in by.values() if (gain := gains(cell)[1]) is not None]
+    def some(start: str, dtype: str) -> list[Cell]:
+        return [by[dtype] for case, by in cases.items() if case.startswith(start) and dtype in by]
+
+    def shares(cells: Iterable[Cell]) -> list[float | None]:
+        return [row["share_of_roof"] for cell in cells if (row := _fastest(cell, ours)) is not None]
+
+    def roof(cells: Iterable[Cell]) -> str:
+        return _percents(shares(cells), "the roof")
+
+    decoding, founding = some("decode", "bfloat16"), some("founding", "float32")
+    goals = [
+        *_goal(
+            "decoding in bfloat16",
+            "1.7x `sdpa_folded` and 80 % of a read of the same bytes",
+            (
+                _reached(gain_over(cell, ours, ["sdpa_folded"]) for cell in decoding),
+                _percents(shares(decoding), "the read"),
+            ),
+            "Limit: the inner loop; a trial of ours with wider loads read at 80 %.",
+        ),
+        *_goal(
+            "founding shape in float32",
+            "8.5x plain",
+            (_reached(gains(cell)[0] for cell in founding),),
+            f"Limit: heads of 16 numbers, at {roof(founding)}.",
+        ),
+        *_goal(
+            "BERT in float32 and bfloat16",
+            "1.25x and 1.55x `sdpa`",
+            (_reached(gain_over(cell, ours, ["sdpa"]) for cell in some("bert", one)) for one in DTYPES[::-1]),
+            f"Limit: {roof([*some('bert', 'float32'), *some('bert', 'bfloat16')])} in float32.",
+        ),
+    ]
+    best = [gain.ratio for by in cases.values() for cell in by.values() if (gain := gains(cell)[1])]
     return _section(
         f"Attention has {_range(best)} the speed of the best of torch's" if best else "Attention",
-        "`native` on one thread, and its speed over plain torch and over the fastest of torch's own; keys "
-        "and values of decoding are cold. The original plan ran on a GPU that it does not name.",
-        table(
+        "`native` on one thread, and its speed over plain torch and over the fastest of torch's own that has "
+        "a time; keys and values of decoding are cold. The original plan ran on a GPU that it does not name.",
+        [*table(
             ("case", *(f"{dtype}: {one}" for dtype in DTYPES for one in what), "original plan"),
             [
                 (case, *(text for dtype in DTYPES for text in texts(by.get(dtype, ()))),
                  PLANNED_ATTENTION.get(case, "-"))
                 for case, by in cases.items()
             ],
-        ),
+        ), *_below(goals)],
         "seed-attention",
+        cells=all_records["seed-attention"].rows,
     )  # fmt: skip
 
 
@@ -830,18 +919,27 @@ def _dense_section(all_records: Mapping[str, Records]) -> list[str]:
         theirs = (_ms(_fastest(cell, [name])) for name in others)
         return case, dtype, *theirs, _ms(mine), *rates, gain, PLANNED_BLOCKS.get(case, "-")
 
-    gains = [gain for *_, cell in cells if (gain := gain_over(cell, OUR_BLOCKS, others[:2])) is not None]
-    finding = f" has {_range(gains)} the speed of the best of torch and `torch.compile`" if gains else ""
+    gains = [(dtype, gain_over(cell, OUR_BLOCKS, others[:2])) for _, dtype, cell in cells]
+    known = [gain.ratio for _, gain in gains if gain]
+    finding = f" has {_range(known)} the speed of the best of torch and `torch.compile`" if known else ""
+    goals = _goal(
+        "bfloat16 and float32",
+        "1.3x and never slower",
+        (_reached(gain for one, gain in gains if one == dtype) for dtype in DTYPES),
+        "Limit: the four products.",
+    )
     return _section(
         f"A dense decoder block{finding}",
         "Milliseconds of batch x tokens: width 2048, 32 heads, 33,572,864 parameters, all in the same dtype. "
-        "The original plan, on an H100, compared 16 bits with fp8: 1.23x to 1.85x.",
-        table(
+        "The original plan, on an H100, compared 16 "
+        "bits with fp8: 1.23x to 1.85x.",
+        [*table(
             ("case", "dtype", *others, "ours", "tokens/s", "TFLOP/s", "gain", "original plan"),
             [line(*one) for one in cells],
-        ),
+        ), *_below(goals)],
         "seed-dense",
-    )
+        cells=all_records["seed-dense"].rows,
+    )  # fmt: skip
 
 
 def _linear_section(all_records: Mapping[str, Records]) -> list[str]:
@@ -849,15 +947,37 @@ def _linear_section(all_records: Mapping[str, Records]) -> list[str]:
     norms = by_case(all_records, "seed-rmsnorm").values()
     rows = [row for by in norms for cell in by.values() for row in newest(cell).values()]
     ours = [row for row in rows if row["impl"].startswith("native")]
-    gains: dict[tuple[str, str], dict[str, list[float]]] = {}
+    gains: dict[tuple[str, str], dict[str, list[Gain]]] = {}
     for case, by in by_case(all_records, "seed-linear").items():
         for dtype, cell in by.items():
             for name in {row["impl"] for row in cell} - {"torch"}:
                 if (gain := gain_over(cell, [name], ["torch"])) is not None:
                     gains.setdefault((dtype, name), {}).setdefault(case.partition("-")[0], []).append(gain)
 
-    def means(sizes: Mapping[str, Sequence[float]]) -> list[str]:
-        return [_maybe(geometric_mean(sizes[one]) if one in sizes else None) for one in PLANNED_PRODUCTS]
+    def mean(gains: Sequence[Gain]) -> Gain | None:
+        if not gains:
+            return None
+        return Gain(geometric_mean(one.ratio for one in gains), all(one.sure for one in gains))
+
+    def means(sizes: Mapping[str, Sequence[Gain]]) -> list[Gain | None]:
+        return [mean(sizes.get(one, ())) for one in PLANNED_PRODUCTS]
+
+    reused = [row for row in rows if row["impl"] == "native_reused"]
+    copied = [(row["dtype"], row["bytes_per_second"], row["copy_bytes"]) for row in reused]
+    goals = [
+        *_goal(
+            "RMSNorm into reused memory",
+            "90 % of a copy",
+            (f"{100 * rate / copy:.0f} % in {dtype}" for dtype, rate, copy in copied if copy),
+            "Limit: in bfloat16 the conversion.",
+        ),
+        *_goal(
+            "linear in bfloat16, frozen",
+            "4x torch's",
+            (_reached(means(gains.get(("bfloat16", "frozen(native)"), {}))),),
+            "Limit: the arithmetic is in float32.",
+        ),
+    ]
 
     norm_table = table(
         ("RMSNorm, 65,536 x 512", "ms", "GB/s"),
@@ -870,47 +990,105 @@ def _linear_section(all_records: Mapping[str, Records]) -> list[str]:
     linear_table = table(
         ("linear, tokens x width", *PLANNED_PRODUCTS),
         [
-            *((f"{name}, {dtype}", *means(sizes)) for (dtype, name), sizes in sorted(gains.items())),
+            *(
+                (f"{name}, {dtype}", *map(_maybe, means(sizes)))
+                for (dtype, name), sizes in sorted(gains.items())
+            ),
             ("H100, by tuning", *PLANNED_PRODUCTS.values()),
         ],
     )
     finding = f"moves {bandwidth(ours, 'bytes_per_second')} on one thread" if ours else "and linear"
     return _section(
         f"RMSNorm {finding}",
-        "Linear: the speed over torch's, cold weights, the mean of four products. Lines with H100 are the "
-        "original plan's.",
-        [*norm_table, "", *linear_table] if rows or gains else [],
+        "Linear: the speed over torch's, cold weights, the mean of four products. A kernel for norm and "
+        "product together is not built: a trial of ours measured 1.00x to 1.03x. Lines with H100 are "
+        "the original plan's.",
+        [*norm_table, "", *linear_table, *_below(goals)] if rows or gains else [],
         "seed-rmsnorm", "seed-linear",
+        cells=(row for topic in ("seed-rmsnorm", "seed-linear") for row in all_records[topic].rows),
     )  # fmt: skip
 
 
 def balance_lines(records: Records) -> list[tuple[object, ...]]:
-    """For each layout, over all routings: the rank correlation of uneven load with time."""
+    """For each layout, over all routings, rank correlations: of uneven load with time, of the order of
+    measuring with time, of the load with the time over that of compact in the same rounds, and with the time
+    of a kept pair."""
     groups: dict[tuple[int, str], list[Row]] = {}
     for row in sorted(records.rows, key=lambda row: row["cv"]):
         layout = re.sub(r"capacity_factor=|,drop=position", "", row["layout"])
         groups.setdefault((row["E"], layout), []).append(row)
 
-    def line(rows: list[Row]) -> tuple[str, ...]:
+    def line(layout: str, rows: list[Row]) -> tuple[str, ...]:
         ms = [row["median_ms"] for row in rows]
         pairs = [row["T"] * row["K"] - (row["dropped_pairs"] or 0) for row in rows]
         each = [1e6 * time / kept for time, kept in zip(ms, pairs, strict=True)]
-        found = [spearmanr([row["cv"] for row in rows], values).statistic for values in (ms, each)]
-        return _dropped(rows), *(f"{one:.2f}" for one in found), f"{each[0]:,.0f}", f"{each[-1]:,.0f}"
+        cv, turns = ([row[name] for row in rows] for name in ("cv", "created_at"))
+        order = [sorted(turns).index(turn) for turn in turns]
+        over = [row["ratio"] for row in rows]
+        shown = [
+            f"{spearmanr(*two).statistic:.2f}" if len(set(two[1])) > 1 else "-"
+            for two in ((cv, ms), (order, ms), (cv, over), (cv, each))
+        ]
+        return _dropped(rows), *shown, f"{each[0]:,.0f}", f"{each[-1]:,.0f}"
 
-    return [(*key, *line(rows)) for key, rows in sorted(groups.items()) if len(rows) > 2]
+    return [(*key, *line(key[1], rows)) for key, rows in sorted(groups.items()) if len(rows) > 2]
 
 
 def _balance_section(all_records: Mapping[str, Records]) -> list[str]:
+    records = all_records["seed-balance"]
+    lines = balance_lines(records)
+    drifts = sum(abs(float(order)) >= 0.5 for _, _, _, _, order, *_ in lines if order != "-")
+    halves = []
+    for E in sorted({row["E"] for row in records.rows}):
+        rows = sorted(records.where(E=E, layout="compact").rows, key=lambda row: row["created_at"])
+        if len(rows) > 2:
+            ms, half = [row["median_ms"] for row in rows], len(rows) // 2
+            both = " and ".join(milliseconds(geometric_mean(some)) for some in (ms[:half], ms[half:]))
+            halves.append(f"{both} ms with {E} experts")
+    drift = (
+        f" Compact took {' and '.join(halves)} in the first and second half: the machine may have drifted. "
+        f"In {drifts} of {len(lines)} lines time follows the order. Only over compact is free "
+        "of drift."
+        if halves
+        else ""
+    )
     return _section(
         "How far time follows uneven load",
-        "Ten routings from even to collapsed: the rank correlation of the load's coefficient of variation "
-        "with time and with time per kept pair, and the latter in ns at the most even and most uneven load.",
+        "Ten routings from even to collapsed: rank correlations of time with the load's variation and with "
+        "the order of measuring, of the load with time over compact in the same rounds and with time per "
+        "kept pair; ns of a pair at the most even and uneven load." + drift,
         table(
-            ("E", "layout", "dropped", "time", "per pair", "even", "uneven"),
-            balance_lines(all_records["seed-balance"]),
+            ("E", "layout", "dropped", "time", "order", "over compact", "per pair", "even", "uneven"), lines
         ),
         "seed-balance",
+        cells=records.rows,
+    )
+
+
+def _seed_grid_section(all_records: Mapping[str, Records]) -> list[str]:
+    """A line for each cell, three columns for each layout; nothing before it was measured."""
+    grid = all_records["seed-grid"]
+    if not grid.rows:
+        return []
+    layouts = ("compact", "padded", "block")
+
+    def texts(row: Row | None) -> tuple[str, ...]:
+        if row is None:
+            return "-", "-", "-"
+        rates = row["bytes_per_second"] / 1e9, row["flops_per_second"] / 1e12
+        return milliseconds(row["median_ms"]), *(f"{rate:.2f}" for rate in rates)
+
+    lines = []
+    for cell in grid.cells.values():
+        by = {row["layout"].partition("(")[0]: row for row in cell}
+        name = cell[0]["case"].partition("/")[2]
+        lines.append((name, *(text for one in layouts for text in texts(by.get(one)))))
+    return _section(
+        "Padded layers of the original plan, in three layouts",
+        "32 x 128 tokens; padding has the capacity of the case.",
+        table(("case", *(f"{one}: {what}" for one in layouts for what in ("ms", "GB/s", "TFLOP/s"))), lines),
+        "seed-grid",
+        cells=grid.rows,
     )
 
 
@@ -980,12 +1158,15 @@ def _measured(found: Sequence[Sequence[Any]]) -> str:
 
 def _failed_table(all_records: Mapping[str, Records]) -> list[str]:
     """How many cells of each implementation have no time, by status. The records hold each reason."""
-    counts: Counter[tuple[str, str]] = Counter()
+    counts: dict[str, Counter[str]] = {}
     for records in all_records.values():
         for impl, status, cells in records.failed:
-            counts[re.sub(r"\(.*", "", impl), status] += cells
-    lines = sorted((name, status, count) for (name, status), count in counts.items())
-    return table(("implementation", "status", "cells"), lines) if lines else ["Not measured yet."]
+            counts.setdefault(status, Counter())[re.sub(r"\(.*", "", impl)] += cells
+    lines = [
+        (status, ", ".join(f"{name} {count}" for name, count in sorted(found.items())))
+        for status, found in sorted(counts.items())
+    ]
+    return table(("status", "cells"), lines) if lines else ["Not measured yet."]
 
 
 # the picture

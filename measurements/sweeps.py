@@ -45,7 +45,8 @@ class Topic:
     @property
     def suites(self) -> set[str]:
         """What records of these sweeps name as their suite; by_case: what it begins with."""
-        return {self.sweep.partition(" ")[0]}
+        suite = self.sweep.partition(" ")[0]
+        return {suite.partition("/")[0] if self.by_case else suite}
 
     def commands(self, out: Path | str) -> list[list[str]]:
         return [["mrb", "sweep", *shlex.split(one), "--out", str(out)] for one in (self.sweep, *self.again)]
@@ -57,6 +58,18 @@ def _sweep(what: str, seconds: int, *words: str) -> str:
 
 def _dense(suite: str, seconds: int, *words: str, threads: int = 1) -> str:
     return " ".join((suite, *words, f"--full --threads {threads} --seconds {seconds}"))
+
+
+def _grid_cell(E: int, D: int, factor: str) -> str:
+    return _sweep(
+        f"seed-grid/32x128-e{E}-d{D}-c{factor} --checked 1", 100, '--impl "native @ compact"',
+        f'--impl "native @ padded(capacity_factor={factor})" --impl "native @ block(64)"',
+    )  # fmt: skip
+
+
+SEED_GRID = tuple(
+    _grid_cell(E, D, factor) for E in (4, 8, 16) for D in (1024, 2048) for factor in ("1.0", "1.25")
+)
 
 
 def _beside(peer: str, store: str) -> str:
@@ -265,6 +278,13 @@ TOPICS = {
             f"--threads {THREADS} --seconds 45"
         ),
         minutes=15,
+        by_case=True,
+    ),
+    "seed-grid": Topic(
+        shows="padded layers of the original plan in three layouts, the cells of 32 x 128 tokens",
+        sweep=SEED_GRID[0],
+        again=SEED_GRID[1:],
+        minutes=20,
         by_case=True,
     ),
 }  # fmt: skip

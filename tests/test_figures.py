@@ -140,8 +140,9 @@ def test_records_come_out_of_an_archive_as_they_went_in(figures: ModuleType, tmp
 
 def a_row(case: str, impl: str, ratio: float, baseline: str = "plain", **more: Any) -> dict[str, Any]:
     row = {"case": case, "dtype": "float32", "impl": impl, "ratio": ratio, "threads": 1, "T": 8, "D": 4}
-    row |= {"baseline": None if ratio == 1 else baseline, "created_at": 1}
-    return {**row, "median_ms": 10 * ratio, **more}
+    row |= {"baseline": None if ratio == 1 else baseline, "created_at": 1, "max_seconds": 45.0}
+    row |= {"verdict": None if ratio == 1 else "FASTER", "low": ratio, "high": ratio, "share_of_roof": 0.5}
+    return {**row, "median_ms": 10 * ratio, "copy_bytes": None, **more}
 
 
 def sections(figures: ModuleType, **rows: list[dict[str, Any]]) -> list[str]:
@@ -193,8 +194,55 @@ def test_the_dense_block_and_its_parts_stand_beside_the_original_plan(
     line = next(line for line in lines if line.startswith("| 1x64"))
     assert line.startswith("| 1x64 | float32 | 10 | 8 | - | 4 | 16,000 | 2.00 | 2.0x | 0.470")
     assert "| mkl_packed, float32 | 4.0x | - | - |" in lines
+    assert "asked 1.3x and never slower; reached 2.0x." in line_of(lines, "- bfloat16 and float32")
     assert "| H100, by tuning | 1.13x | 1.01x | 1.01x |" in lines
     assert "| native, float32 | 3 | 9.8 |" in lines and "| H100, fp8, staged | - | 4,596 |" in lines
+
+
+def line_of(lines: list[str], start: str) -> str:
+    return next(line for line in lines if line.startswith(start))
+
+
+def test_a_gain_needs_a_time_of_every_named_rival(
+    figures: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8x128 had no time of torch.compile, and its gain over torch alone was called that over both."""
+    monkeypatch.setattr(figures, "source", lambda records: "")
+    both = {"threads": 2, "T": 1024, "flops_per_second": 2e12}
+    block = [
+        a_row("seed-dense/8x128", name, ratio, "torch", **both)
+        for name, ratio in (("torch", 1), ("ours", 0.25))
+    ]
+    lines = sections(figures, seed_dense=block)
+    assert "| - | 0.638/0.520" in line_of(lines, "| 8x128") and "## A dense decoder block" in lines
+
+
+def test_an_undecided_gain_has_its_mark(figures: ModuleType) -> None:
+    case = "seed-attention/founding-float32"
+    plain, ours = a_row(case, "plain", 1), a_row(case, "native", 0.5, verdict="TOO_FEW_ROUNDS")
+    near, far = a_row(case, "sdpa", 0.6, low=0.4), a_row(case, "sdpa", 0.6)
+
+    def gain(other: str, *rows: dict[str, Any]) -> str:
+        return str(figures.gain_over(rows, ["native"], [other]))
+
+    faster = {**ours, "verdict": "FASTER"}
+    assert gain("plain", plain, ours) == "2.0x?" and gain("plain", plain, faster) == "2.0x"
+    assert gain("sdpa", plain, faster, near) == "1.20x?" and gain("sdpa", plain, faster, far) == "1.20x"
+    assert gain("sdpa", plain, ours, far) == "1.20x?"
+
+
+def test_what_was_asked_stands_beside_what_was_reached(
+    figures: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "source", lambda records: "")
+    case, more = "seed-rmsnorm/65536x512-float32", {"bytes_per_second": 9e9, "copy_bytes": 10e9}
+    decode = "seed-attention/decode-1024-bfloat16"
+    rows = [a_row(decode, "sdpa_folded", 1), a_row(decode, "native", 0.625, "sdpa_folded", share_of_roof=0.4)]
+    rows = [{**row, "dtype": "bfloat16"} for row in rows]
+    lines = sections(figures, seed_rmsnorm=[a_row(case, "native_reused", 0.3, **more)], seed_attention=rows)
+    assert "asked 90 % of a copy; reached 90 % in float32." in line_of(lines, "- RMSNorm")
+    assert "a read of the same bytes; reached 1.60x and 40 % of the read." in line_of(lines, "- decoding")
+    assert sum("In 45 s a cell" in line for line in lines) == 2
 
 
 def test_time_per_kept_pair_and_its_correlation_with_load(figures: ModuleType) -> None:
@@ -203,8 +251,10 @@ def test_time_per_kept_pair_and_its_correlation_with_load(figures: ModuleType) -
         a_row("seed-balance/e8", "native", 1, cv=cv, median_ms=ms, dropped_pairs=dropped, **more)
         for cv, ms, dropped in ((2.0, 1.0, 8), (0.0, 4.0, 0), (1.0, 2.0, 4))
     ]
+    for turn, ratio, row in zip((1, 3, 2), (0.5, 1.0, 0.9), rows, strict=True):
+        row |= {"created_at": turn, "ratio": ratio}
     assert figures.balance_lines(figures.Records(tuple(rows))) == [
-        (8, "padded(1.25)", "25.0 %", "-1.00", "-1.00", "250,000", "125,000")
+        (8, "padded(1.25)", "25.0 %", "-1.00", "1.00", "-1.00", "-1.00", "250,000", "125,000")
     ]
 
 
@@ -213,6 +263,7 @@ def test_time_per_kept_pair_and_its_correlation_with_load(figures: ModuleType) -
     [
         "grid", "decode", "skew", "training", "layouts", "pack", "plain", "topk", "routing", "soft",
         "seed-attention", "seed-linear", "seed-rmsnorm", "seed-dense", "seed-balance",
+        "seed-grid",
     ],
 )  # fmt: skip
 def test_a_sweep_can_be_planned(figures: ModuleType, topic: str, tmp_path: Path, usual_speed: None) -> None:

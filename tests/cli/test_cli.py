@@ -178,6 +178,8 @@ def test_suites_say_how_much_of_them_is_measured(monkeypatch):
     assert suites.keys() == SUITES.keys()
     assert suites["topk-grid"]["cells"] == suites["topk-grid"]["measured"] == 27
     assert suites["seed-fused"]["document"] and suites["topk-grid"]["document"] is None
+    documents = [row["document"] for name, row in suites.items() if name.startswith("seed-")]
+    assert all(documents) and len(set(documents)) == len(documents) == 11
     assert all(one["minutes"] > 0 for one in suites.values())
     monkeypatch.setattr("moe_routing_bench.cli.list.measured_cases", lambda: None)
     assert "not known here" in mrb("list", "suites").stdout

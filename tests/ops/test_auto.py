@@ -263,15 +263,14 @@ def test_a_table_by_size_is_followed_by_a_layer_built_once(anew) -> None:
 def test_decoding_many_sequences_is_still_decoding(B: int, dtype: torch.dtype) -> None:
     """torch's own sharing of keys took 17 times as long as folded queries."""
 
-    def picked(N: int, **options: Any) -> str:
-        q, k, v = (torch.empty(B, heads, n, 128, dtype=dtype) for heads, n in ((32, N), (8, 64), (8, 64)))
-        args = q.requires_grad_(**options), k, v, True, 0, None
-        return choose(OPS["attention"], args).implementation.name
+    def picked(N: int, H: int = 32, J: int = 8) -> str:
+        q, k, v = (torch.empty(B, heads, n, 128, dtype=dtype) for heads, n in ((H, N), (J, 64), (J, 64)))
+        return choose(OPS["attention"], (q.requires_grad_(), k, v, True, 0, None)).implementation.name
 
-    assert picked(1, requires_grad=False) == "native"
-    assert picked(1) == "sdpa_folded" and picked(64) == "sdpa"
+    assert picked(1) == "sdpa_folded" and picked(64) == "sdpa"  # with gradients
     with torch.no_grad():
         assert picked(1) == "native"
+        assert picked(1, H=64, J=4) == "sdpa_folded"  # native would pack the keys for 16 queries
 
 
 def test_a_row_is_for_its_dtype_and_for_gradients_or_none(anew) -> None:

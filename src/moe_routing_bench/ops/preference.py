@@ -56,7 +56,7 @@ class Preference:
     dtype: torch.dtype | None = None  # of the first argument; None: any
     most_rows: float | None = None  # pairs of token and choice per expert, for an op that takes a plan
     most_elements: int | None = None  # numbers in the first argument: tokens x experts, or rows x width
-    most_queries: int | None = None  # of one sequence and head, for attention
+    most_queries: int | None = None  # that share a head of keys, for attention
     gradients: bool | None = None  # True: with gradients, False: without; None: both
 
     @property
@@ -72,7 +72,7 @@ def fits(row: Preference, args: tuple[Any, ...]) -> bool:
         return False
     if row.most_elements is not None and leading(args).numel() > row.most_elements:
         return False
-    if row.most_queries is not None and leading(args).shape[-2] > row.most_queries:
+    if row.most_queries is not None and queries_per_key(*args) > row.most_queries:
         return False
     if row.most_rows is not None and rows_per_expert(args) > row.most_rows:
         return False
@@ -90,6 +90,10 @@ def rows_per_expert(args: tuple[Any, ...]) -> float:
         if type(value) is RoutingPlan:
             return value.row_TK.numel() / max(value.count_E.numel(), 1)
     raise ValueError("a preference with most_rows is for operations that take a plan")
+
+
+def queries_per_key(q_BHNA: Tensor, k_BJMA: Tensor, *others: Any) -> float:
+    return q_BHNA.shape[1] * q_BHNA.shape[2] / max(k_BJMA.shape[1], 1)
 
 
 def wants_gradients(args: tuple[Any, ...]) -> bool:

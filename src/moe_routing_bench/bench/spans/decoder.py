@@ -34,7 +34,10 @@ from moe_routing_bench.ops.implementation import Implementation
 from moe_routing_bench.ops.registry import BUILT_IN, all_ops
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
-IMPLEMENTATIONS = ("torch", "compiled", "transformers", "ours", "ours(linear=onednn_packed)", "frozen(ours)")
+IMPLEMENTATIONS = (
+    "torch", "compiled", "transformers", "ours", "ours(linear=onednn_packed)", "ours(linear=mkl_packed)",
+    "frozen(ours)",
+)  # fmt: skip
 OPS = ("linear", "attention", "rms_norm")
 OPTIONS = {
     "torch": {},
