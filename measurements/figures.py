@@ -463,8 +463,8 @@ def _regret_section(archive: Path = RECORDS / f"{REGRET}.tar.xz") -> list[str]:
         "Experts are two questions, as built and frozen: "
         f"these are {len({one.record.experiment.case for one in cells})} of {len(cases(REGRET))} cases. "
         f"In {len(groups) - len(shown)} more groups the regret is 1.00 in every question. "
-        f"In float32, {_below(cells, 'unfrozen', 1.3)} as built are less than 1.3x faster than the best of "
-        f"Transformers, and {_below(cells, 'frozen', 1.5)} frozen less than 1.5x. "
+        f"In float32, {_under(cells, 'unfrozen', 1.3)} as built are less than 1.3x faster than the best of "
+        f"Transformers, and {_under(cells, 'frozen', 1.5)} frozen less than 1.5x. "
         "`measurements/cpu/slower_than_transformers.txt` says why Transformers may be faster in some.",
         table(
             ("group", "questions", "median", "95 %", "worst", "Transformers faster in", "perhaps in"),
@@ -478,8 +478,8 @@ def _regret_section(archive: Path = RECORDS / f"{REGRET}.tar.xz") -> list[str]:
     )  # fmt: skip
 
 
-def _below(cells: Sequence[CellRegret], weights: str, least: float) -> str:
-    """_below(cells, "frozen", 1.5) is "23 of 43" questions in float32."""
+def _under(cells: Sequence[CellRegret], weights: str, least: float) -> str:
+    """_under(cells, "frozen", 1.5) is "23 of 43" questions in float32."""
     those = [one.transformers for one in cells if one.group == f"expert_ffn float32 {weights}"]
     ratios = [ratio for ratio in those if ratio is not None]
     return f"{sum(1 / ratio < least for ratio in ratios)} of {len(ratios)}"
