@@ -50,6 +50,7 @@ RULES = {
     "the same 60 cells": "how many were run: measurements/fleet/engines.py",
     "connections close | 5 s |": "notes wait that long: parallel/ranks.py",
     "twice the timeout and 10 s": "the same",
+    "transports that differ by over 10 %": "which pairs are counted: parallel/links.py",
     "saves more than 2 % of": "the rule of `mrb parallel place`",
     "within 2 % of the fastest": "the rule of `mrb parallel plan`",
 }
