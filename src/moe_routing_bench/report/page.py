@@ -140,14 +140,20 @@ def make_page(material: Material, command: str) -> Page:
 
 def _answered(material: Material) -> list[tuple[int, Group]]:
     """Returns the groups with winners and the numbers of their chapters. Whole layers and experts come before
-    their parts, then groups with more cases."""
+    their parts, then groups with more clear winners, then those with more cases."""
     found = [
         (number, group)
         for number, chapter in enumerate(material.chapters, start=1)
         for group in chapter.groups
         if decided(group)
     ]
-    return sorted(found, key=lambda one: (one[1].span not in draw.WHOLE, -len(decided(one[1]))))
+
+    def place(one: tuple[int, Group]) -> tuple[bool, int, int]:
+        _, group = one
+        cells = decided(group)
+        return group.span not in draw.WHOLE, -sum(not contest.ties for _, contest in cells), -len(cells)
+
+    return sorted(found, key=place)
 
 
 def _answer(material: Material, groups: Sequence[tuple[int, Group]]) -> tuple[str, ...]:
