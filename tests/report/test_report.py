@@ -11,6 +11,7 @@ import sys
 import tarfile
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -402,3 +403,16 @@ def test_without_plotly_a_sentence_says_what_to_install(
     page = tmp_path / "page.html"
     ran = mrb("results", "report", tmp_path / "r", "-o", page, "--plotly", tmp_path / "explore.html", code=2)
     assert "[interactive]" in ran.stderr and not (tmp_path / "explore.html").exists()
+
+
+def test_comparisons_with_clear_winners_open_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    tied, clear = SimpleNamespace(ties=("staged",)), SimpleNamespace(ties=())
+
+    def group(span: str, *contests: SimpleNamespace) -> SimpleNamespace:
+        return SimpleNamespace(span=span, decided=[(None, contest) for contest in contests])
+
+    op, layer = group("dispatch", clear, clear, clear), group("layer", clear, clear)
+    even = group("layer", tied, tied, tied)
+    monkeypatch.setattr(page_of, "decided", lambda one: one.decided)
+    material: Any = SimpleNamespace(chapters=[SimpleNamespace(groups=[op, even, layer])])
+    assert [one for _, one in page_of._answered(material)] == [layer, even, op]
