@@ -55,7 +55,11 @@ def test_every_implementation_is_as_right_as_plain_torch(name: str, dtype: str) 
     inputs = Inputs(replace(CASE, dtype=dtype))
     implementation = ImplementationRef.read(name)
     x_BND = span.arguments(span.call(implementation, inputs, 3, 0))["x_BND"]
-    assert span.why_not(implementation, inputs, {"x_BND": x_BND}) is None
+    reason = span.why_not(implementation, inputs, {"x_BND": x_BND})
+    if "mkl_packed" in name and dtype == "bfloat16":
+        assert reason is not None and "float32" in reason
+        return
+    assert reason is None
     with torch.no_grad():
         y_BND = span.built(implementation, inputs).run(x_BND)
         oracle = span.plain(implementation, inputs, torch.float64).run(x_BND.double())

@@ -99,7 +99,7 @@ class ParallelMoE(MoE):
             if ranks.mesh is None:
                 kind = self.like.device.type
                 self._mesh = DeviceMesh.from_group(ranks.group, kind, mesh_dim_names=("ep",))
-            self.experts.num_experts = E  # of weights that are loaded; _by_slot takes this rank's
+            self.experts.E = E  # of weights that are loaded; _by_slot takes this rank's
             self.experts.register_state_dict_post_hook(partial(_by_expert, self))
             for module in self.modules():
                 module.register_load_state_dict_pre_hook(partial(_by_slot, self))

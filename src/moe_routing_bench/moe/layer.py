@@ -75,7 +75,7 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.activation, self.num_experts = activation, E
+        self.activation, self.E = activation, E
         G = 2 * F if activation in GATED else F
         options = {"device": device, "dtype": dtype}
         self.w_in_EDG = nn.Parameter(torch.empty(E, D, G, **options))  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ class Experts(nn.Module):
                 f"{mine.activation} with {', '.join(mine.tensors())}"
             )
         for name, tensor in weights.tensors().items():
-            shape = (self.num_experts, *getattr(self, name).shape[1:])
+            shape = (self.E, *getattr(self, name).shape[1:])
             if tensor.shape != shape:
                 raise ValueError(f"{name} is {tuple(tensor.shape)}, the layer's {shape}")
         self.load_state_dict(weights.tensors())
