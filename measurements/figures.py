@@ -318,9 +318,9 @@ def document(all_records: Mapping[str, Records]) -> str:
         "# Figures",
         "",
         "`python measurements/figures.py` writes all tables here from `measurements/records/`. The last line",
-        "of a section names the topic of `measurements/sweeps.py` that measures again. `2.2x`: ours is 2.2 times",
-        "as fast as the other in the same rounds, with the 99 % interval in brackets. `?` marks a difference",
-        "that the noise leaves undecided. Ours is `native` unless a table names another one.",
+        "of a section names the topics of `measurements/sweeps.py` that measure again. `2.2x`: ours is 2.2",
+        "times as fast as the other in the same rounds, with the 99 % interval in brackets. `?` marks a",
+        "difference that the noise leaves undecided. Ours is `native` unless a table names another one.",
         "",
         *table(
             ("compared with", "ours is", "decided in"),
