@@ -243,7 +243,7 @@ def test_planted_faults_are_noticed(fault: str, monkeypatch: pytest.MonkeyPatch)
     mine = cell(f"native(store={name})", STORED, "float32")
     assert passes(name)
     pack, changes = coded.pack, []
-    numbers_of = native.coding_of
+    numbers_of = coded.coding_of
 
     def faulty(decoded: Decoded, gated: bool, library: Any, int8_rows: bool) -> torch.Tensor:
         planted = plant(decoded)
@@ -257,7 +257,7 @@ def test_planted_faults_are_noticed(fault: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(coded, "pack", faulty)
     format_ = name.removesuffix("_a8")
     if plant(quantise(torch.randn(1, 296, 32), format_).decoded()).coding != numbers_of(format_):
-        monkeypatch.setattr(native, "coding_of", faulty_coding)
+        monkeypatch.setattr(coded, "coding_of", faulty_coding)
     outcome = check_implementation(implementation, mine)
     assert any(changes), "the fault changes nothing"
     assert outcome.status == "failed" and "oracle" in outcome.sentences[0], outcome.sentences
