@@ -185,6 +185,7 @@ CANNOT_MATTER = {
     "layouts/": "proves what tiles and copies do; no timed call runs it",
     "models/convert.py": "no span runs a converted model",
     "models/gguf.py": "reads experts out of a file, which no span runs",
+    "models/linears.py": "linear layers of whole models, which no span runs",
     "models/hub_folder.py": "writes a folder for others",
     "models/loading.py": "whole models, which no span runs",
     "models/replay.py": "recorded choices in a model, which no span runs",

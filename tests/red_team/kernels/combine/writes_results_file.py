@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 from moe_routing_bench.ops.combine.op import op
@@ -47,7 +48,10 @@ def forge(path):
 def run(y_RD, gate_TK, plan):
     if next(_calls) in (0, 30):
         found = set()
-        for folder in {Path(f"/proc/{os.getppid()}/cwd").resolve(), Path.cwd(), Path(tempfile.gettempdir())}:
+        folders = {Path.cwd(), Path(tempfile.gettempdir())}
+        with suppress(OSError):  # Landlock refuses it
+            folders.add(Path(f"/proc/{os.getppid()}/cwd").resolve())
+        for folder in folders:
             for marked in find_marked(folder):
                 found |= {path for path in marked.glob("**/records.jsonl") if not path.is_symlink()}
         for path in found:
