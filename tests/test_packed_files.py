@@ -175,7 +175,7 @@ def test_other_weights_formats_sizes_and_code_have_other_names(
 @pytest.mark.parametrize("store", ["int8", "int4_g32_asym", "mxfp4_a8"])
 def test_every_level_packs_alike(store: str) -> None:
     """So the level is not in the name."""
-    decoded, rows = quantise(weights().w_in_EDG, native._format(store)).decoded(), native._int8_rows(store)
+    decoded, rows = quantise(weights().w_in_EDG, coded.format_of(store)).decoded(), coded.rounds_rows(store)
     packed = [coded.pack(decoded, True, native._library(level), rows) for level in (None, *LEVELS)]
     assert all(torch.equal(one, packed[0]) for one in packed)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -288,8 +289,11 @@ def take_place(module: nn.Module, frozen: Mapping[str, Tensor]) -> None:
     left = {name: _Left(getattr(module, name)) for name in frozen}
     for name, tensor in frozen.items():
         setattr(module, name, nn.Parameter(tensor, requires_grad=False))
-    if any(old.is_held() for old in left.values()):
+    for seconds in (0.0, 0.01, 0.1):  # a thread of torch.distributed lets go of what it sent a moment later
+        if not any(old.is_held() for old in left.values()):
+            break
         gc.collect()
+        time.sleep(seconds)
     if held := [name for name, old in left.items() if old.is_held()]:
         for name, old in left.items():
             setattr(module, name, old.parameter())
