@@ -204,8 +204,8 @@ def test_a_lookup_costs_little(write) -> None:
             auto._rows(op, args, None)
         return 1e3 * (time.process_time() - began)
 
-    # the goal is 2; it took 1.8 at 2.5 GHz on a busy machine (load 25)
-    in_time((least := min(microseconds() for _ in range(20))) < 3, f"a lookup takes {least:.2f} us")
+    # the goal is 2; it took 1.8 at 2.5 GHz at load 25, and 3.5 while two suites of tests shared the caches
+    in_time((least := min(microseconds() for _ in range(20))) < 5, f"a lookup takes {least:.2f} us")
 
 
 @pytest.mark.parametrize(
