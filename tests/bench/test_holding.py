@@ -124,22 +124,27 @@ import os, subprocess, sys, time
 sys.path.insert(0, {str(SOURCE.parent)!r})
 from moe_routing_bench.bench.hosts.holding import Tree
 child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.readline()" + {DAEMON + SPIN!r}],
-                         stdin=subprocess.PIPE)
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 tree = Tree(child.pid)
 child.stdin.write(b"\\n"); child.stdin.flush()
-while not tree.others() or len(tree.threads) != 2:
+os.set_blocking(child.stdout.fileno(), False)
+while child.stdout.read() is None:  # it is ready when the process in between has ended
     tree.serve()
     time.sleep(1e-3)
+while len(tree.threads) != 2:
+    tree.serve()
 print(*tree.threads, flush=True)
 while True: tree.serve()
 """
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert holder.stdout is not None
-    pids = [int(word) for word in holder.stdout.readline().split() if word.isdigit()]
-    assert len(pids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in pids)
-    holder.kill()
-    holder.wait()
-    holder.stdout.close()
+    try:
+        pids = [int(word) for word in holder.stdout.readline().split() if word.isdigit()]
+        assert len(pids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in pids)
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
     until = time.monotonic() + 20
     while any(_runs(pid) for pid in pids) and time.monotonic() < until:
         time.sleep(0.01)
