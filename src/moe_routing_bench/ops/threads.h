@@ -16,4 +16,9 @@ void shared_out(int64_t n, int64_t share, int64_t threads, Body body) {
         body(begin, std::min(n, begin + share));
 }
 
+// how many of n items a thread takes at once: at most `most`, fewer if some thread could not come four times
+inline int64_t fair_share(int64_t n, int64_t most, int64_t threads) {
+    return std::clamp<int64_t>(n / (4 * std::max<int64_t>(1, threads)), 1, most);
+}
+
 }  // namespace

@@ -63,7 +63,7 @@ int combine(const Problem& s) {
     using In = typename N::In;
     const bool ahead = s.R * s.D * int64_t(sizeof(In)) > CACHED;
     std::atomic<int> wrong{0};
-    shared_out(s.T, SHARE, s.threads, [&](int64_t begin, int64_t end) {
+    shared_out(s.T, fair_share(s.T, SHARE, s.threads), s.threads, [&](int64_t begin, int64_t end) {
         Choices<In> chosen(s.K), next(s.K);
         if (begin < end && !next.take(s, begin)) wrong = 1;
         for (int64_t t = begin; t < end; t++) {
@@ -114,7 +114,7 @@ int backward(const Problem& s) {
     auto* dy_RD = static_cast<In*>(s.dy_RD);
     const int64_t P = s.T * s.K;
     std::atomic<int> wrong{0};
-    shared_out(P + (dy_RD ? s.R : 0), SHARE, s.threads, [&](int64_t begin, int64_t end) {
+    shared_out(P + (dy_RD ? s.R : 0), fair_share(P, SHARE, s.threads), s.threads, [&](int64_t begin, int64_t end) {
         for (int64_t p = begin; p < std::min(end, P); p++) {
             const int64_t r = s.row_TK[p];
             if (r >= s.R) wrong = 1;

@@ -20,7 +20,7 @@ void stream_copy(char* to, const char* from, int64_t bytes) {
 #endif
 }
 
-constexpr int64_t SHARE = 16;  // tokens, or rows without a token
+constexpr int64_t SHARE = 16;  // tokens
 
 struct Copies {
     const char* x_TD;
@@ -46,7 +46,7 @@ int sum_rows(const Sums& s) {
     const auto* g_RD = static_cast<const typename N::In*>(s.g_RD);
     auto* dx_TD = static_cast<typename N::In*>(s.dx_TD);
     std::atomic<int> wrong{0};
-    shared_out(s.T, SHARE, s.threads, [&](int64_t begin, int64_t end) {
+    shared_out(s.T, fair_share(s.T, SHARE, s.threads), s.threads, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; t++) {
             const int64_t* row_K = s.row_TK + t * s.K;
             if (std::any_of(row_K, row_K + s.K, [&](int64_t r) { return r >= s.R; })) {
@@ -75,8 +75,9 @@ extern "C" int mrb_dispatch(const Copies* copies) {
     const Copies c = *copies;
     const bool stream = c.stream && c.width % 64 == 0 && uintptr_t(c.x_RD) % 64 == 0;
     std::atomic<int> wrong{0};
-    // first the tokens, then the rows that hold none
-    shared_out(c.T + c.R, SHARE, c.threads, [&](int64_t begin, int64_t end) {
+    // whoever takes one token of T also takes one T-th of all rows, to clear those that hold none
+    const int64_t n = std::max<int64_t>(1, c.T);
+    shared_out(n, fair_share(n, SHARE, c.threads), c.threads, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < std::min(end, c.T); t++) {
             const char* x_D = c.x_TD + t * c.stride;
             for (int64_t k = 0; k < c.K; k++) {
@@ -89,7 +90,7 @@ extern "C" int mrb_dispatch(const Copies* copies) {
                     std::memcpy(c.x_RD + r * c.width, x_D, c.width);
             }
         }
-        for (int64_t r = std::max(begin, c.T) - c.T; r < end - c.T; r++)
+        for (int64_t r = begin * c.R / n; r < end * c.R / n; r++)
             if (c.pair_R[r] < 0) std::memset(c.x_RD + r * c.width, 0, c.width);
         if (stream) after_streaming();
     });
