@@ -6,8 +6,8 @@ PREFERENCES = (
     Preference(
         machines=("vnni", "avx512"),
         order=("native",),
-        evidence="measurements/records/regret.tar.xz: regret 1.00 at the median, 1.09 at the 95th "
-        "percentile, 1.20 at worst of 26 cells",
+        evidence="measurements/records/regret.tar.xz: regret 1.00 at the median, 1.01 at the 95th "
+        "percentile, 1.20 at worst of 28 cells",
     ),
     Preference(
         machines=("amx", "avx2"),
