@@ -81,6 +81,22 @@ def test_linear_in_panels(T: int, packed: bool, dtype: torch.dtype) -> None:
     hold("linear", y_TF, x_TD, w_FD, b_F)
 
 
+@pytest.mark.parametrize("T", [1, 4])
+def test_a_packed_matrix_is_nearly_as_precise_as_torch(T: int) -> None:
+    """The case with most error: one long running sum where torch has sixteen short ones."""
+    native = OPS["linear"].get("native")
+    x_TD, w_FD = torch.randn(T, 256), torch.randn(4100, 256)
+    assert native.freeze is not None
+
+    def error(y_TF: Tensor) -> float:
+        return float((y_TF.double() - x_TD.double() @ w_FD.double().T).square().mean().sqrt())
+
+    with torch.no_grad():
+        assert error(native(x_TD, native.freeze(w_FD), None)) < 2 * error(
+            torch.nn.functional.linear(x_TD, w_FD)
+        )
+
+
 STORES = ["bfloat16", *NAMES, *(f"{name}_a8" for name in NAMES if name != "fp8_block")]
 
 
