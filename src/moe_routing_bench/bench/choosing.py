@@ -473,6 +473,8 @@ def made_experiments(
     """Makes an experiment of every case under every workload. With `own_threads`, a case of the suite regret
     decides its number of threads."""
     made = []
+    for name in split_all(what.workload):
+        check_name(name)
     for case in chosen:
         span, given = span_named(case.span), dict(how)
         if own_threads and _suite(case.case) == REGRET:
@@ -510,8 +512,6 @@ def _workloads(case: Experiment, what: WhatOptions) -> list[str]:
             raise ArgumentError(
                 "the checkpoint's own router decides; leave out {workload}, or measure expert_ffn", "workload"
             )
-    for name in names:
-        check_name(name)
     return names or [case.workload]
 
 

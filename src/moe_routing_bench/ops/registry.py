@@ -193,7 +193,7 @@ class Op:
         return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
     def parameters(self) -> list[str]:
-        return list(inspect.signature(self.reference).parameters)
+        return list(_names_in(self.reference))
 
     @property
     def has_layout(self) -> bool:
@@ -303,8 +303,18 @@ def get_op(name: str) -> Op:
     """One operation. If it is from outside, only its own op.py is loaded."""
     if name not in built_in_ops():
         return _outside_op(_ops_outside()[name])
+    return _op_of(name)
+
+
+@cache
+def _op_of(name: str) -> Op:
     op: Op = importlib.import_module(f"{OURS}.ops.{name}.op").op
     return op
+
+
+@cache
+def _names_in(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 @while_tracing

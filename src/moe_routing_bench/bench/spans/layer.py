@@ -188,10 +188,14 @@ class LayerSpan(Span):
         return [PACKAGE / "bench" / "spans" / "layer.py", Path(inspect.getfile(rule))]
 
     def resolved(self, implementation: ImplementationRef, inputs: Inputs) -> list[tuple[str, str]]:
-        source = stand_ins(implementation, inputs.experiment, choices_of(implementation, inputs))
-        source.score_TE = source.logits_TE  # routers choose in float32
-        adapters = ("dispatch", "grouped_gemm", "combine") if layer_kind(implementation)[0] == "perft" else ()
-        return [(op, auto_label(op, source)) for op in ("topk", "make_plan", *adapters)]
+        K, adapted = choices_of(implementation, inputs), layer_kind(implementation)[0] == "perft"
+        made, key = inputs.made, ("resolved", implementation.layout, K, adapted)
+        if key not in made:  # many implementations share it
+            source = stand_ins(implementation, inputs.experiment, K)
+            source.score_TE = source.logits_TE  # routers choose in float32
+            adapters = ("dispatch", "grouped_gemm", "combine") if adapted else ()
+            made[key] = [(op, auto_label(op, source)) for op in ("topk", "make_plan", *adapters)]
+        return list(made[key])
 
 
 def runner(layer: nn.Module) -> Callable[[Tensor, TokenInfo], Tensor]:
