@@ -21,7 +21,7 @@ from moe_routing_bench.train.loop import State
 from moe_routing_bench.train.pareto import Spread, pareto, sentences
 from moe_routing_bench.train.records import EVENTS, STATE, execute, read_events, read_state, run_folder
 from moe_routing_bench.train.settings import Rule, Run, Size
-from moe_routing_bench.train.study import STUDY, TIMES, USED, StudyRun
+from moe_routing_bench.train.study import PLACES, STUDY, TIMES, USED, StudyRun
 from moe_routing_bench.train.study_rules import MAX_RATE, MIN_RATE, TUNING_SEEDS
 from moe_routing_bench.train.text import Corpus, synthetic
 from timing import in_time
@@ -213,6 +213,13 @@ def test_a_killed_study_goes_on_to_the_same_losses(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     keys = [path.name for path in whole.glob("run=*")]
     assert keys and all(losses(whole / key) == losses(broken / key) for key in keys)
+
+
+def test_a_study_of_some_rules_is_not_gone_on_with_all(tmp_path: Path, corpus: Corpus) -> None:
+    (tmp_path / PLACES).write_text('{"lengths": {"switch": {"tokens": 20}}}')
+    assert study(tmp_path, corpus, only=("switch",)).lengths() == {"switch": {"tokens": 20}}
+    with pytest.raises(ValueError):
+        study(tmp_path, corpus).lengths()
 
 
 @pytest.mark.slow

@@ -179,7 +179,13 @@ class StudyRun:
         """Returns the steps of each rule's runs by what they end at: "tokens", or a share of the seconds."""
         path = self.folder / PLACES
         if is_plain_file(path):
-            return json.loads(path.read_text())["lengths"]
+            placed: dict[str, dict[str, int]] = json.loads(path.read_text())["lengths"]
+            if new := [entry.rule.name for entry in self.entries if entry.rule.name not in placed]:
+                raise ValueError(
+                    f"the steps of {new[0]} are not in {path}: the study was begun with --only. Give the "
+                    "same --only, or another --out"
+                )
+            return placed
         return self._lengths({entry.rule.name: 1.0 for entry in self.entries})
 
     def _lengths(self, ratios: Mapping[str, float]) -> dict[str, dict[str, int]]:
