@@ -105,15 +105,22 @@ def test_a_tied_head_gets_weights_of_its_own() -> None:
     embedding = model.model.embed_tokens.weight
     assert model.lm_head.weight is embedding
     want = logits(model)
-    found = frozen(model)
+    found = frozen(model, "native")
     assert model.model.embed_tokens.weight is embedding and not isinstance(embedding, Frozen)
     head = found.layers["lm_head"]
     assert head.before == 0 and head.after and "lm_head: native, MB 0.0" in str(found)
     close(logits(model), want)
-    assert frozen(model) == found  # again is nothing new
+    assert frozen(model, "native") == found  # again is nothing new
     plugin.thaw(model)
     assert model.lm_head.weight is model.model.embed_tokens.weight is embedding
     close(logits(model), want)
+
+
+def test_auto_leaves_float32_to_torch() -> None:
+    model = make("qwen3_moe")
+    found = frozen(model)
+    assert {type(module) for module in linears(model).values()} == {nn.Linear}
+    assert found.left.keys() == linears(model).keys() and "float32" in found.left["lm_head"]
 
 
 def test_what_is_refused_leaves_the_model_plain(tmp_path: Any) -> None:
@@ -124,7 +131,7 @@ def test_what_is_refused_leaves_the_model_plain(tmp_path: Any) -> None:
     assert not any(isinstance(one, Frozen) for one in model.parameters())
     held = model.lm_head.weight
     with pytest.raises(RuntimeError, match="something else also uses weight"):
-        plugin.freeze(model, linears=True)
+        plugin.freeze(model, "native", linears=True)
     assert model.lm_head.weight is held and type(model.lm_head) is nn.Linear
     with pytest.raises(NotImplementedError, match=r"q_proj.*float64"):
         freeze_linears(make("qwen3_moe").double(), linear_for("native(store=int8)"), named=True)

@@ -94,6 +94,9 @@ def freeze_linears(model: nn.Module, implementation: Implementation, *, named: b
             if not named or (module.weight.form.kernel, module.weight.form.store) == _form_of(implementation):
                 continue
             thaw(module)
+        if not named and module.weight.dtype == torch.float32:  # 5 to 17 % in records/seed-linear.tar.xz
+            left[path] = "in float32 PyTorch multiplies faster; 'native' instead of 'auto' packs it"
+            continue
         reason = implementation.why_not(module.weight.new_empty(1, module.in_features), module.weight, None)
         if reason is not None and named:
             raise NotImplementedError(f"{path}: {reason}")

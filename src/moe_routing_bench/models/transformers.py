@@ -240,7 +240,7 @@ def freeze(
 
     impl: "auto", an implementation, or a format: "int8" is "native(store=int8)" (docs/formats.md).
     linears: also the products of attention, shared experts and lm_head, never a router (models/linears.py).
-    "auto" rounds nothing. The result then has a line for each module.
+    "auto" rounds nothing, and leaves float32 ones to PyTorch. The result then has a line for each module.
 
     The packed form replaces the parameters: no memory is used twice, and writing to them raises. Raises
     RuntimeError if something else (an optimizer, a state_dict) can still write to one of them. Afterwards no
