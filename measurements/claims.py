@@ -128,16 +128,6 @@ def regrets() -> tuple[int, int, int]:
     return len(slower), len(read.cells), sum(one.loses for one in slower)
 
 
-# routers
-
-
-def standing(rule: str) -> tuple[str, ...]:
-    one = next(one for one in measured("training/routers/pareto.json")["standings"] if one["rule"] == rule)
-    low, high = one["loss"]["interval"]
-    loss, step, violation = one["loss"]["mean"], one["step_ratio"], one["max_violation"]
-    return f"{loss:.3f}", f"{(high - low) / 2:.3f}", f"{step:.2f}", f"{100 * violation:.0f}"
-
-
 # whole models
 
 
@@ -229,15 +219,9 @@ def growth() -> tuple[str, ...]:
     return tuple(f"{sorted(row['first answers'])[1]:.1f}" for row in rows)
 
 
-DEFAULT, STUDY = "records/default.tar.xz", "training/routers/pareto.json"
+DEFAULT = "records/default.tar.xz"
 QWEN = "models/profile_qwen_bfloat16.txt"
 SHARES = "{} % | {} % | {} % | {} % | {} % |"
-ROUTERS = {
-    "softmax_topk": "`softmax_topk`",
-    "sigmoid_bias": "`sigmoid_bias` (DeepSeek-V3)",
-    "switch": "`switch` (one expert per token)",
-    "expert_choice": "`expert_choice` (sees later tokens)",
-}
 
 
 def claims() -> list[Claim]:
@@ -247,10 +231,6 @@ def claims() -> list[Claim]:
             ("For {} to {} tokens they are {}x to {}x faster as built,", DEFAULT, lambda: caption()[:4]),
             ("and {}x to {}x faster once their weights are frozen", DEFAULT, lambda: caption()[4:]),
             ("There are {} routers", "src/moe_routing_bench/routers", lambda: (len(built_in_names()),)),
-            *(
-                (f"| {shown} | {{}} ± {{}} | {{}} | {{}} % |", STUDY, partial(standing, rule))
-                for rule, shown in ROUTERS.items()
-            ),
             (
                 "less time in {} of {} comparisons, all in float32, but in {} of them by more than the noise",
                 "records/regret.tar.xz",

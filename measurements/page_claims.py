@@ -235,11 +235,4 @@ def listed() -> dict[str, list[tuple[str, str, Callable[[], Numbers]]]]:
                 gives_away,
             ),
         ],
-        "docs/which_router.md": [
-            (
-                "nats per byte after {} million bytes",
-                "training/routers/pareto.json",
-                lambda: (f"{quality.load('routers')['tokens'] / 1e6:.1f}",),
-            ),
-        ],
     }

@@ -1,14 +1,17 @@
-"""The tables of docs/which_router.md, from the routers' own facts and from two measurements.
+"""The tables of docs/which_router.md, from the routers' own facts and from three measurements.
 
     python measurements/which_router.py
 
-The routing alone is timed in measurements/routers/router_cost.json. Trained models are in pareto.json of
-measurements/training/routers. A test compares the page with them.
+The routing alone is timed in measurements/routers/router_cost.json. Losses are those of the study whose
+protocol was written before its runs, measurements/training/which_router; step, memory and load of all trained
+rules are those of an older one, training/routers. A test compares the page with them.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,14 @@ from marked import rewrite, table
 from moe_routing_bench.routers.router import all_routers
 
 HERE = Path(__file__).parent
+README = HERE.parent / "README.md"
 DOCUMENT = HERE.parent / "docs" / "which_router.md"
 COST = HERE / "routers" / "router_cost.json"
 STUDY = HERE / "training" / "routers" / "pareto.json"
+DECIDED = HERE / "training" / "which_router" / "pareto.json"
 E = 64  # experts in the column of routing's cost, in eval mode
 HEAD = (
-    "rule", "causal", "alone", "routing", "step", "MiB", "max violation", "held-out loss",
+    "rule", "causal", "alone", "routing", "step", "MiB", "max violation",
 )  # fmt: skip
 
 
@@ -49,39 +54,125 @@ def facts() -> str:
             "" if row is None else f"{row['ratio']:.2f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})",
         ]
         if one is None:
-            cells += ["", "", "", ""]
+            cells += ["", "", ""]
         else:
-            low, high = one["loss"]["interval"]
             violation = one["max_violation"]
             cells += [
                 f"{one['step_ratio']:.2f}",
                 f"{one['peak_bytes'] / 2**20:.0f}",
                 "" if violation is None else f"{violation:.2f}",
-                f"{one['loss']['mean']:.3f}±{(high - low) / 2:.3f}",
             ]
         lines.append(cells)
     return table(HEAD, lines)
 
 
+def decided() -> dict[str, Any]:
+    return json.loads(DECIDED.read_text())
+
+
+def losses() -> str:
+    """Bits per byte of each rule, and its difference from softmax_topk at equal tokens and equal seconds."""
+    found = decided()
+    lines = [
+        (
+            title(one),
+            one["seeds"],
+            f"{one['loss']['mean'] / math.log(2):.3f}",
+            *(said(found["decisions"][end].get(one["rule"])) for end in ("tokens", "1")),
+            f"{one['step_ratio']:.2f}",
+        )
+        for one in found["standings"]
+    ]
+    return table(("rule", "seeds", "bits per byte", "equal tokens", "equal seconds", "step"), lines)
+
+
+def said(decision: dict[str, Any] | None, *, short: bool = False) -> str:
+    """-0.031 (-0.050 to -0.012), better; or +0.004 (-0.020 to +0.028), open: 0.031 would be found."""
+    if decision is None:
+        return ""
+    low, high = decision["interval"]
+    word = "**worse**" if decision["difference"] > 0 else "**better**"
+    if not decision["decided"]:
+        word = "open" if short else f"open: {decision['detectable']:.3f} would be found"
+    return f"{decision['difference']:+.3f}{'' if short else f' ({low:+.3f} to {high:+.3f})'}, {word}"
+
+
+def in_short() -> str:
+    """README's sentences and table: loss, whether it differs from softmax_topk's, and what a step costs."""
+    found, lines = decided(), []
+    for one in found["standings"]:
+        loss, violation = one["loss"]["mean"] / math.log(2), one["max_violation"]
+        beside = said(found["decisions"]["tokens"].get(one["rule"]), short=True)
+        busiest = "" if violation is None else f"{100 * violation:.0f} %"
+        lines.append((title(one), f"{loss:.3f}", beside, f"{one['step_ratio']:.2f}", busiest))
+    head = ("router", "bits per byte", "beside `softmax_topk`", "step", "busiest expert, above the mean")
+    return f"{table(head, lines)}\n\n{bullets()}"
+
+
+def outcomes(end: str) -> dict[str, str]:
+    """Rule -> "better", "worse" or "open", beside softmax_topk."""
+    return {
+        rule: "open" if not one["decided"] else "worse" if one["difference"] > 0 else "better"
+        for rule, one in decided()["decisions"][end].items()
+    }
+
+
+def bullets() -> str:
+    """What the decisions say, in sentences."""
+    tokens, seconds, ends = outcomes("tokens"), outcomes("1"), decided()["decisions"]
+    dense = {"worse": "worse", "better": "better", "open": "not clearly different"}
+    learned = [one["rule"] for one in decided()["standings"] if one["max_violation"] is not None]
+    learned = [rule for rule in learned if rule not in ("softmax_topk", "hashed")]
+    better = [rule for rule in learned if "better" in (tokens[rule], seconds[rule])]
+    lead = {end: -ends[end]["hashed"]["difference"] for end in ("0.25", "1")}
+    lines = [
+        f"**{names(better) or 'No learned rule'}** is shown to be better than `softmax_topk`. "
+        + " ".join(
+            f"At equal {end}, {names(worse)} {'is' if len(worse) == 1 else 'are'} worse."
+            for end, found in (("tokens", tokens), ("seconds", seconds))
+            if (worse := [rule for rule in learned if found[rule] == "worse"])
+        ),
+        f"**A dense network** of equal FLOPs is {dense[tokens['dense, equal FLOPs']]} at equal tokens and "
+        f"{dense[seconds['dense, equal FLOPs']]} at equal seconds.",
+    ]
+    if tokens["hashed"] == "better":
+        lines.append(
+            f"**A hash of the token wins** after so little text: nothing has to be learnt first. Its lead "
+            f"shrinks from {lead['0.25']:.2f} bits after a quarter of the time to {lead['1']:.2f} at the end."
+        )
+    return "\n".join(f"- {line.strip()}" for line in lines)
+
+
+def names(rules: Sequence[str]) -> str:
+    *first, last = [f"`{rule}`" for rule in rules] or ("",)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def title(one: dict[str, Any]) -> str:
+    return one["rule"] if one["max_violation"] is None else f"`{one['rule']}`"
+
+
 def advice() -> str:
-    """By situation; the numbers are those of the table."""
-    one, row = trained(), costs()
-    clear = [name for name, found in one.items() if _clearly_lower(found)]
-    assert not clear, f"the first line of the advice is wrong: {clear} have a clearly lower loss"
+    """By situation; the numbers are those of the tables."""
+    one, row, ends = trained(), costs(), decided()["decisions"]
+    for end in ("tokens", "1"):
+        better = [rule for rule, found in ends[end].items() if found["decided"] and found["difference"] < 0]
+        assert set(better) <= {"hashed"}, f"the first line of the advice is wrong: {better} at equal {end}"
     step = {name: more(found["step_ratio"]) for name, found in one.items()}
     load = {name: f"{found['max_violation'] or 0:.2f}" for name, found in one.items()}
-    alone = {name: more(found["ratio"]) for name, found in row.items()}
+    pairs = {found["rule"]: f"{found['max_violation'] or 0:.2f}" for found in decided()["standings"]}
+    lead = {end: f"{-ends[end]['hashed']['difference']:.2f}" for end in ("0.25", "1")}
     lines = [
         ("a decoder, and no special needs", "`softmax_topk` with a balance loss",
-         "with three seeds no rule was clearly better at equal tokens"),
-        ("a decoder whose experts must be evenly loaded (many ranks, a capacity)", "`sigmoid_bias`",
-         f"max violation {load['sigmoid_bias']} instead of {load['softmax_topk']}, and no balance loss; a "
-         f"step takes {step['sigmoid_bias']}"),
-        ("little time for a step", "`switch`",
-         f"one expert a token: a step takes {step['switch']}, and the loss is not clearly higher"),
-        ("a need to know the choice before the layer runs, to fetch experts early", "`hashed`",
-         f"routing takes {alone['hashed']}. As good as learned rules on bytes; not measured with a large "
-         "vocabulary"),
+         "no other learned rule was shown to be better"),
+        ("a decoder whose experts must be evenly loaded (many ranks, a capacity)",
+         "`sigmoid_bias` or `quantile`, after measuring",
+         f"no balance loss. Max violation of `sigmoid_bias`: {load['sigmoid_bias']} instead of "
+         f"{load['softmax_topk']} on bytes, {pairs['sigmoid_bias']} instead of {pairs['softmax_topk']} on "
+         "byte pairs"),
+        ("little text to learn from, or a need to know the choice before the layer runs", "`hashed`",
+         f"routing takes {more(row['hashed']['ratio'])}; the loss was {lead['0.25']} bits per byte lower "
+         f"after a quarter of the training, {lead['1']} at its end"),
         ("tokens that need different amounts of work", "`relu`, `top_p`",
          f"ragged rows: a step of ReLU takes {step['relu']}, of top-p {step['top_p']}, although ReLU does "
          "fewer operations"),
@@ -100,16 +191,11 @@ def more(ratio: float) -> str:
     return f"{100 * abs(ratio - 1):.0f} % {'more' if ratio >= 1 else 'less'} time"
 
 
-def _clearly_lower(found: dict[str, Any]) -> bool:
-    """Is the loss below that of softmax_topk, seed by seed? The interval of the difference lies below 0."""
-    interval = found["difference"]["interval"]
-    return interval is not None and interval[1] < 0
-
-
 def tables() -> dict[str, str]:
-    return {"facts": facts(), "advice": advice()}
+    return {"facts": facts(), "advice": advice(), "losses": losses(), "findings": bullets()}
 
 
 if __name__ == "__main__":
     rewrite(DOCUMENT, tables())
-    print(f"{DOCUMENT} agrees with the measurements.")
+    rewrite(README, {"routers": in_short()})
+    print(f"{DOCUMENT} and README agree with the measurements.")

@@ -143,6 +143,12 @@ def claims() -> dict[str, bool]:
         "no rule that writes is clearly better than top-2": not any(
             one["difference"]["interval"][1] < 0 for one in writing if one["rule"] != "softmax_topk"
         ),
+        "no learned rule is shown to be better than top-2": not any(
+            which_router.outcomes(end)[rule] == "better"
+            for end in ("tokens", "1")
+            for rule in which_router.outcomes(end).keys()
+            - {"hashed", "dense, equal FLOPs", "dense, equal parameters"}
+        ),
         "relu has the lowest mean loss": min(rules.values(), key=lambda one: one["loss"]["mean"])["rule"]
         == "relu",
         "relu does fewer operations than top-2": rules["relu"]["flops_per_token"]
@@ -202,6 +208,8 @@ def tables() -> dict[str, str]:
         "moving": _moving_table(),
         "routers": which_router_table(),
         "advice": which_router.advice(),
+        "losses": which_router.losses(),
+        "findings": which_router.bullets(),
         "soft": _table(("sequence", "top-2, ms a step", "Soft-MoE, ms a step", "ratio of medians"), [
             (length, f"{top:.0f}", f"{soft:.0f}", f"{ratio:.2f}")
             for length, top, soft, ratio in quality.soft_growth()
