@@ -19,7 +19,8 @@ from moe_routing_bench.bench.status import Status
 from moe_routing_bench.fleet import sweep
 from moe_routing_bench.fleet.executor import LocalExecutor
 from moe_routing_bench.fleet.sweep import plan_sweep, run_sweep
-from moe_routing_bench.results.folder import iterate
+from moe_routing_bench.results.folder import Session, iterate
+from sample_runs import add_cell
 from sweep_driver import cells_in, make_cells, workers_of
 from timing import in_time
 
@@ -136,6 +137,19 @@ def test_failed_cells_are_left_or_retried_as_asked(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "latest_states", lambda folder: {**real, key: {Status.PASSED, Status.CRASHED}})
     assert plan_sweep(cells, tmp_path).todo == () and plan_sweep(cells, tmp_path).failed == 1
     assert plan_sweep(cells, tmp_path, retry_failed=True).todo == (cells[0],)
+
+
+def test_what_had_no_time_is_measured_by_a_later_sweep(tmp_path):
+    cells = make_cells(2, [])
+    keys = [identity.cell_key(cell, sweep.this_machine()) for cell in cells]
+    with Session.start(tmp_path) as session:
+        add_cell(session, {"staged": 1.0, "native": "NO_TIME"}, cell_key=keys[0])
+        add_cell(session, {"staged": 1.0, "native": 2.0}, cell_key=keys[1])
+    plan = plan_sweep(cells, tmp_path)
+    assert (plan.todo, plan.done, plan.failed) == ((cells[0],), 1, 0)
+    with Session.start(tmp_path) as session:
+        add_cell(session, {"staged": 1.0, "native": 2.0}, cell_key=keys[0], seed=1)
+    assert plan_sweep(cells, tmp_path).todo == ()
 
 
 def test_what_counts_is_the_latest_state(tmp_path):
