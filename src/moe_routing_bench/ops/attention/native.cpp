@@ -39,12 +39,21 @@ struct Problem {
     int64_t causal, window, threads;
 };
 
-Vec most(Vec a, Vec b) { return a > b ? a : b; }
+// b if one of them is not a number
+Vec most(Vec a, Vec b) {
+#if defined __AVX512F__
+    return _mm512_max_ps(a, b);
+#elif defined __AVX2__
+    return _mm256_max_ps(a, b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
 // 2^x for x <= 0, within 2 ulp: x = n + r, a polynomial for 2^r; 0 for minus infinity
 Vec power(Vec x) {
     const Vec low = same(-150.f), magic = same(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
-    const Vec in = low > x ? low : x;  // what is not a number stays so
+    const Vec in = most(low, x);  // what is not a number stays so
     const Vec n = in + magic - magic, r = in - n;
     Vec p = same(1.540353039e-4f);
     p = fma(p, r, same(1.333355815e-3f));
@@ -193,8 +202,10 @@ void weigh(float* score, int64_t columns, float& best, float& sum, float* y, int
         return;
     }
     Vec all = zero();
+    const Vec most_of_all = same(best);
+#pragma GCC unroll 4
     for (int64_t c = 0; c < columns; c += W) {
-        const Vec weight = power(load(score + c) - same(best));
+        const Vec weight = power(load(score + c) - most_of_all);
         store(score + c, weight);
         all = all + weight;
     }
@@ -236,7 +247,7 @@ template <Kind kind>
 void pack(const Problem& p, const typename Numbers<kind>::In* k, const typename Numbers<kind>::In* v, int64_t width,
           Workspace& w) {
     std::vector<float> rows(W * width);
-    for (int64_t first = 0; first < up(p.M, BLOCK); first += W) {
+    for (int64_t first = 0; first < p.M; first += W) {
         if (first + W > p.M) std::fill(rows.begin(), rows.end(), 0.f);
         for (int64_t m = first; m < first + W; m++) {
             float* to = w.values + m * width;
@@ -278,20 +289,21 @@ void block_of_queries(const Problem& p, const typename Numbers<kind>::In* q, int
         read_row<kind>(q + (first + i) * p.qn, p, std::max<int64_t>(from + i, 0), scale_of(p), w.query + i * p.A);
     const int64_t begin = sight(p, from).first / BLOCK * BLOCK, end = sight(p, from + rows - 1).last;
     for (int64_t m = begin; m < end; m += BLOCK) {
-        for (int64_t c = 0; c < BLOCK; c += KEYS)
-            product<false>(w.query, p.A, w.keys + (m + c) * p.A, KEYS, p.A, w.score + c, BLOCK, rows, KEYS);
+        const int64_t columns = std::min(BLOCK, up(end - m, W));
+        for (int64_t c = 0; c < columns; c += KEYS)
+            product<false>(w.query, p.A, w.keys + (m + c) * p.A, KEYS, p.A, w.score + c, BLOCK, rows,
+                           std::min(KEYS, columns - c));
         for (int64_t i = 0; i < rows; i++) {
             const Sight sees = sight(p, from + i);
             float* score = w.score + i * BLOCK;
-            const int64_t skip = std::clamp<int64_t>(sees.first - m, 0, BLOCK);
-            const int64_t stop = std::clamp<int64_t>(sees.last - m, 0, BLOCK);
+            const int64_t skip = std::clamp<int64_t>(sees.first - m, 0, columns);
+            const int64_t stop = std::clamp<int64_t>(sees.last - m, skip, columns);
             std::fill(score, score + skip, NOTHING);
-            std::fill(score + std::max(skip, stop), score + BLOCK, NOTHING);
-            weigh(score, BLOCK, best[i], sum[i], w.y + i * width, width);
+            std::fill(score + stop, score + columns, NOTHING);
+            weigh(score, columns, best[i], sum[i], w.y + i * width, width);
         }
         std::fill(w.score + rows * BLOCK, w.score + ROWS * BLOCK, 0.f);
-        const int64_t here = std::min(BLOCK, p.M - m);
-        product<true>(w.score, BLOCK, w.values + m * width, width, here, w.y, width, rows, width);
+        product<true>(w.score, BLOCK, w.values + m * width, width, std::min(BLOCK, end - m), w.y, width, rows, width);
     }
     for (int64_t i = 0; i < rows; i++) write_row<kind>(w.y + i * width, sum[i], p.A, y + (first + i) * p.A);
 }

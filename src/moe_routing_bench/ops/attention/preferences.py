@@ -18,9 +18,8 @@ PREFERENCES = (
         machines=COMPILED, order=("native", *FOLDED), evidence=EVIDENCE, most_queries=8
     ),
     Preference(machines=COMPILED, order=FOLDED, evidence=EVIDENCE, most_elements=1 << 16),
-    Preference(machines=COMPILED, order=OURS, evidence=EVIDENCE, dtype=torch.bfloat16),
-    Preference(machines=COMPILED, order=OURS, evidence=EVIDENCE, most_elements=1 << 20),
-    Preference(machines=COMPILED, order=FOLDED, evidence=EVIDENCE),
+    Preference(machines=("amx",), order=FOLDED, evidence=EVIDENCE, dtype=torch.bfloat16),
+    Preference(machines=COMPILED, order=OURS, evidence=EVIDENCE),
     Preference(machines=(PLAIN,), order=FOLDED, evidence="not timed: torch's own"),
     Preference(machines=GPUS, order=("sdpa",), evidence=NO_GPU),
 )
