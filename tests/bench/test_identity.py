@@ -183,6 +183,7 @@ CANNOT_MATTER = {
     "conformance/": "the kit's tests of other things; what the harness uses of it is noticed",
     "controllers/": "step between optimiser steps, which no timed call does",
     "layouts/": "proves what tiles and copies do; no timed call runs it",
+    "models/attention.py": "attention of whole models, which no span runs",
     "models/convert.py": "no span runs a converted model",
     "models/gguf.py": "reads experts out of a file, which no span runs",
     "models/linears.py": "linear layers of whole models, which no span runs",

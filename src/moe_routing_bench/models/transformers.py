@@ -7,6 +7,7 @@
     plugin.freeze(model, "int8_a8", linears=True)           # also attention, shared experts and lm_head
     model = plugin.load("gpt-oss-20b")                      # or, quantised: experts as they are stored
     model.set_experts_implementation("moe_routing_bench")   # or, for weights that change: training, merging
+    model.set_attn_implementation("moe_routing_bench")      # attention too (models/attention.py)
     print(plugin.implementations(model))                    # what runs in each layer, and why
     with plugin.replay(model, trace):                       # take recorded choices (models/replay.py)
         model(input_ids)
@@ -46,6 +47,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from moe_routing_bench.core.dtypes import name_of
 from moe_routing_bench.core.frozen import Freezing, Frozen, as_parameter, freezing, take_place
 from moe_routing_bench.core.packed_files import PackedFiles
+from moe_routing_bench.models.attention import register_attention
 from moe_routing_bench.models.linears import by_layer, freeze_linears, linear_for, thaw
 from moe_routing_bench.models.loading import load_stored
 from moe_routing_bench.models.reading import ExpertsReading, experts_modules, read, tensors_of, weights_of
@@ -350,3 +352,4 @@ def _register_all() -> None:
 
 
 _register_all()
+register_attention(NAME)
