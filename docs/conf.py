@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 from moe_routing_bench.routers.router import NO_RULES
 
 ROOT = Path(__file__).parent.parent
-project, author, copyright = "moe-routing-bench", "the moe-routing-bench developers", "Apache-2.0"
+project, author = "moe-routing-bench", "the moe-routing-bench developers"
+copyright = f"{author}, Apache-2.0"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 html_theme, html_title = "furo", "moe-routing-bench"
-html_static_path: list[str] = []
+html_static_path, html_css_files = ["style"], ["narrow.css"]
 html_extra_path = ["report.html"]
 exclude_patterns = ["study/slides.md", "study/summary.md"]
 myst_enable_extensions = ["dollarmath"]

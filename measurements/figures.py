@@ -462,9 +462,9 @@ def _regret_section(archive: Path = RECORDS / f"{REGRET}.tar.xz") -> list[str]:
     return _section(
         finding,
         "Regret: the time of what `auto` picks over that of the fastest implementation. "
-        "Experts are two questions, as built and frozen: "
-        f"these are {len({one.record.experiment.case for one in cells})} of {len(cases(REGRET))} cases. "
-        f"In {len(groups) - len(shown)} more groups the regret is 1.00 in every question. "
+        "Experts as built and frozen are two questions. "
+        f"They cover {len({one.record.experiment.case for one in cells})} of {len(cases(REGRET))} cases. "
+        f"In {len(groups) - len(shown)} groups that are not listed the regret is always 1.00. "
         f"In float32, {_under(cells, 'unfrozen', 1.3)} as built are less than 1.3x faster than the best of "
         f"Transformers, and {_under(cells, 'frozen', 1.5)} frozen less than 1.5x. "
         "`measurements/cpu/slower_than_transformers.txt` says why Transformers may be faster in some.",
@@ -1054,11 +1054,14 @@ def _balance_section(all_records: Mapping[str, Records]) -> list[str]:
         if halves
         else ""
     )
+    per_pair = [float(one) for *_, one, _, _ in lines if one != "-"]
     return _section(
-        "How far time follows uneven load",
-        "Ten routings from even to collapsed: rank correlations of time with the load's variation and with "
-        "the order of measuring, of the load with time over compact in the same rounds and with time per "
-        "kept pair; ns of a pair at the most even and uneven load." + drift,
+        "Time per pair does not always grow with uneven load"
+        if min(per_pair, default=1) < 0
+        else "Time per pair and uneven load",
+        "Ten routings from even to collapsed. Rank correlations of the load's variation with time, with time "
+        "over compact in the same rounds, and with time per kept pair. *Order*: correlation of time with the "
+        "order of measuring. *Even, uneven*: ns of a pair at the most even and uneven load." + drift,
         table(
             ("E", "layout", "dropped", "time", "order", "over compact", "per pair", "even", "uneven"), lines
         ),

@@ -12,7 +12,7 @@ from moe_routing_bench.bench.inputs import Inputs
 from moe_routing_bench.bench.spans.decoder import IMPLEMENTATIONS, span
 from moe_routing_bench.core.accuracy import judge
 from moe_routing_bench.models.dense_block import DenseBlock, transformers_dense
-from moe_routing_bench.report.ceiling import ceilings
+from moe_routing_bench.report.ceiling import ceilings, ceilings_of
 from moe_routing_bench.workloads.cases import SUITES, cases
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
@@ -120,6 +120,12 @@ def test_the_ceiling_says_share_and_limit() -> None:
     assert experts == "experts are 71 % of this block; infinitely fast experts would give 3.4x"
     assert attention == "attention is 28 % of this block; infinitely fast attention would give 1.4x"
     assert ceilings({"mix": 1.0, "experts": 2.0}) == [] and ceilings(None) == []
+    of_two = ceilings_of(
+        [{"attention": 0.5, "experts": 0.5}, {"attention": 0.25, "experts": 0.75}, {"mix": 1.0}]
+    )
+    assert of_two[0] == (
+        "experts are 50 to 75 % of these blocks; infinitely fast experts would give 2.0x to 4.0x"
+    )
     inputs, implementation = Inputs(CASE), ImplementationRef(name="ours")
     args = span.arguments(span.call(implementation, inputs, 0, 0))
     seen = {}

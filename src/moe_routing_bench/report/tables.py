@@ -193,16 +193,16 @@ def study_table(reached: Pareto) -> Table:
 
 
 def study_answer(reached: Pareto) -> str:
-    """Returns a sentence such as "Study routers: relu has the lowest held-out loss, 1.775 ±0.041 nats per
-    byte, clearly better than softmax_topk (13 rules, 3 seeds)."."""
+    """Returns sentences such as "Study routers (13 rules, 3 seeds): the lowest held-out loss is that of relu,
+    1.775 ±0.041 nats per byte. That is clearly better than softmax_topk."."""
     best = next((one for one in reached.standings if not one.sees_future), None)
     if best is None:
         return f"Study {reached.study}: every rule sees later tokens, so none can write text."
     seeds = f"{len(reached.standings)} rules, {best.seeds} seed{'s' * (best.seeds > 1)}"
     sure = "" if best.difference.clear else "not "
-    than = "" if best.rule == reached.baseline else f", {sure}clearly better than {reached.baseline}"
-    said = f"{best.title} has the lowest held-out loss, {best.loss.said()} nats per byte"
-    return f"Study {reached.study}: {said}{than} ({seeds})."
+    than = "" if best.rule == reached.baseline else f" That is {sure}clearly better than {reached.baseline}."
+    said = f"the lowest held-out loss is that of {best.title}, {best.loss.said()} nats per byte."
+    return f"Study {reached.study} ({seeds}): {said}{than}"
 
 
 def study_notes(study: Study) -> list[str]:

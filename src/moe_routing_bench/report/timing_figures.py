@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from moe_routing_bench.report.ceiling import ceilings
+from moe_routing_bench.report.ceiling import ceilings_of
 from moe_routing_bench.report.drawing import (
     COLOURS,
     INK,
@@ -156,14 +156,11 @@ def stages(group: Group) -> Picture | None:
          *(f"{1e3 * timing.stages[name]:.4g}" if name in timing.stages else "" for name in names))
         for cell, record, timing in bars
     ]  # fmt: skip
-    limits = [
-        f" {cell.names[record.record_id]}, {cell.first.experiment.case}: {limit}."
-        for cell, record, timing in shown
-        for limit in ceilings(timing.stages)
-    ]
+    limits = [f" {limit[0].upper()}{limit[1:]}." for limit in ceilings_of([one.stages for *_, one in bars])]
     more = f" {len(bars) - len(shown)} more are in the table." if len(bars) > len(shown) else ""
     return Picture(
-        name=file_name("stages", group.title), title=f"{group.title}: {longest} takes {ends} % of the time",
+        name=file_name("stages", group.title),
+        title=f"{group.title}: the longest stage ({longest}) takes {ends} % of the time",
         caption="The vertical line is the median of the whole call; the line across it is the middle half "
         f"of the samples.{more}{''.join(limits)}",
         figure=made, table=numbers(("case", "implementation", "ms", *names), rows),

@@ -80,8 +80,8 @@ def _widest(
 
 
 def answer(group: Group) -> str:
-    """Returns a sentence such as "native is fastest in 9 of 12 cases, clearly in 7 (1.12x to 1.41x); vllm_cpu
-    in 3, clearly in none"."""
+    """Returns sentences such as "native is the fastest in 9 of 12 cases. This is certain in 7, where it is
+    1.12x to 1.41x faster than the next. vllm_cpu is the fastest in 3; none is certain"."""
     cells = decided(group)
     if len(cells) == 1:
         (_, contest), (low, high) = cells[0], cells[0][1].lead.interval
@@ -91,17 +91,19 @@ def answer(group: Group) -> str:
     for name, count in Counter(contest.winner for _, contest in cells).most_common(MAX_WINNERS):
         won = [contest for _, contest in cells if contest.winner == name]
         clear = [contest.lead.ratio for contest in won if not contest.ties]
-        of = f" is fastest in {count:,} of {len(cells):,} cases" if not parts else f" in {count:,}"
-        of += (
-            f", clearly in {len(clear):,}: {_span(clear)} faster than the next"
-            if clear
-            else ", never clearly"
-        )
+        of = f" of {len(cells):,} cases" if not parts else ""
+        said = f"{name} is the fastest in {count:,}{of}"
+        if clear:
+            where = "" if len(clear) == len(cells) else f" in {len(clear):,}, where it is"
+            said += f". This is certain{where or ': it is'} {_span(clear)} faster than the next"
+        else:
+            said += "; none is certain" if count > 1 else "; that is not certain"
         if not parts and any(_family(contest.second or "") == _family(name) for contest in won):
             others = [ratio for contest in won if (ratio := _other_family(contest)) is not None]
-            of += f", {_span(others)} faster than anything but {_family(name)}" if others else ""
-        parts.append(f"{name}{of}")
-    return "; ".join(parts)
+            if others:
+                said += f", and {_span(others)} faster than the best that is not {_family(name)}"
+        parts.append(said)
+    return ". ".join(parts)
 
 
 def _family(name: str) -> str:
@@ -237,7 +239,12 @@ def _winners(group: Group, cells: Sequence[tuple[Cell, Contest]]) -> list[str]:
 
 
 def _by_tokens(cells: Sequence[tuple[Cell, Contest]]) -> str:
-    """Returns a sentence such as "native wins most cases at 1 to 64 tokens, vllm_cpu at 256"."""
+    """Returns a sentence such as "native wins most cases at 1 to 64 tokens, vllm_cpu at 256; certain in 7 of
+    9 cases"."""
+    certain = sum(not contest.ties for _, contest in cells)
+    if not certain:
+        return "no winner is certain"
+    how_sure = "" if certain == len(cells) else f"; certain in {certain:,} of {len(cells):,} cases"
     won: dict[int, Counter[str]] = {}
     for cell, contest in cells:
         won.setdefault(cell.T, Counter())[contest.winner] += 1
@@ -248,7 +255,7 @@ def _by_tokens(cells: Sequence[tuple[Cell, Contest]]) -> str:
     word = "wins every case" if all(len(one) == 1 for one in won.values()) else "wins most cases"
     spans = [" to ".join(dict.fromkeys(f"{T:,}" for T in (some[0], some[-1]))) for _, some in runs]
     parts = [f"{name} at {span} tokens" for (name, _), span in zip(runs, spans, strict=True)]
-    return ", ".join(parts).replace(" at ", f" {word} at ", 1)
+    return ", ".join(parts).replace(" at ", f" {word} at ", 1) + how_sure
 
 
 def _draw_winner(
