@@ -52,7 +52,7 @@ def test_a_lost_raylet_costs_nothing_and_a_crash_of_a_kernel_is_a_result(tmp_pat
     pytest.importorskip("ray")
     ran = python(RAYLETS, tmp_path / "results", ROOT / "tests/sweep_driver.py")
     found = json.loads(ran.stdout.splitlines()[-1])
-    assert found["todo"] == found["cells"] == found["done"] == 6 and found["twice"] == 0
+    assert found["todo"] == found["cells"] == found["done"] == 6 and found["twice"] == 0, found
     assert found["statuses"] == ["CRASHED", "PASSED"] and len(found["machines"]) == 1
 
 
