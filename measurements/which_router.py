@@ -83,17 +83,30 @@ def losses() -> str:
         )
         for one in found["standings"]
     ]
-    return table(("rule", "seeds", "bits per byte", "equal tokens", "equal seconds", "step"), lines)
+    head = ("rule", "seeds", "bits per byte", "difference at equal tokens", "at equal seconds", "step")
+    return f"{table(head, lines)}\n\n{_power()}"
+
+
+def _power() -> str:
+    """What the comparisons that are open could have shown."""
+    decisions = [one for end in ("tokens", "1") for one in decided()["decisions"][end].values()]
+    unclear = [one["detectable"] for one in decisions if not one["decided"]]
+    if not unclear:
+        return "All comparisons are decided."
+    return (
+        f"*Open*: these seeds do not decide ({len(unclear)} of {len(decisions)} comparisons). All ten seeds "
+        f"find differences of {min(unclear):.3f} to {max(unclear):.3f} or more with a probability of 0.8."
+    )
 
 
 def said(decision: dict[str, Any] | None, *, short: bool = False) -> str:
-    """-0.031 (-0.050 to -0.012), better; or +0.004 (-0.020 to +0.028), open: 0.031 would be found."""
+    """-0.031 (-0.050 to -0.012), better; or +0.004 (-0.020 to +0.028), open."""
     if decision is None:
         return ""
     low, high = decision["interval"]
     word = "**worse**" if decision["difference"] > 0 else "**better**"
     if not decision["decided"]:
-        word = "open" if short else f"open: {decision['detectable']:.3f} would be found"
+        word = "open"
     return f"{decision['difference']:+.3f}{'' if short else f' ({low:+.3f} to {high:+.3f})'}, {word}"
 
 
@@ -120,6 +133,7 @@ def outcomes(end: str) -> dict[str, str]:
 def bullets() -> str:
     """What the decisions say, in sentences."""
     tokens, seconds, ends = outcomes("tokens"), outcomes("1"), decided()["decisions"]
+    same = "dense, equal FLOPs"
     dense = {"worse": "worse", "better": "better", "open": "not clearly different"}
     learned = [one["rule"] for one in decided()["standings"] if one["max_violation"] is not None]
     learned = [rule for rule in learned if rule not in ("softmax_topk", "hashed")]
@@ -132,8 +146,7 @@ def bullets() -> str:
             for end, found in (("tokens", tokens), ("seconds", seconds))
             if (worse := [rule for rule in learned if found[rule] == "worse"])
         ),
-        f"**A dense network** of equal FLOPs is {dense[tokens['dense, equal FLOPs']]} at equal tokens and "
-        f"{dense[seconds['dense, equal FLOPs']]} at equal seconds.",
+        f"**A dense network** of equal FLOPs is {_both(dense[tokens[same]], dense[seconds[same]])}.",
     ]
     if tokens["hashed"] == "better":
         lines.append(
@@ -141,6 +154,12 @@ def bullets() -> str:
             f"shrinks from {lead['0.25']:.2f} bits after a quarter of the time to {lead['1']:.2f} at the end."
         )
     return "\n".join(f"- {line.strip()}" for line in lines)
+
+
+def _both(tokens: str, seconds: str) -> str:
+    if tokens == seconds:
+        return f"{tokens} at equal tokens and at equal seconds"
+    return f"{tokens} at equal tokens and {seconds} at equal seconds"
 
 
 def names(rules: Sequence[str]) -> str:
@@ -167,9 +186,9 @@ def advice() -> str:
          "no other learned rule was shown to be better"),
         ("a decoder whose experts must be evenly loaded (many ranks, a capacity)",
          "`sigmoid_bias` or `quantile`, after measuring",
-         f"no balance loss. Max violation of `sigmoid_bias`: {load['sigmoid_bias']} instead of "
-         f"{load['softmax_topk']} on bytes, {pairs['sigmoid_bias']} instead of {pairs['softmax_topk']} on "
-         "byte pairs"),
+         f"no balance loss to tune. Max violation of `sigmoid_bias` and of `softmax_topk`: "
+         f"{load['sigmoid_bias']} and {load['softmax_topk']} in the older study, {pairs['sigmoid_bias']} and "
+         f"{pairs['softmax_topk']} in this one"),
         ("little text to learn from, or a need to know the choice before the layer runs", "`hashed`",
          f"routing takes {more(row['hashed']['ratio'])}; the loss was {lead['0.25']} bits per byte lower "
          f"after a quarter of the training, {lead['1']} at its end"),
