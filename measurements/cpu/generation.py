@@ -12,8 +12,9 @@ for keys and values), 64 experts instead of 128 and 3 layers instead of 48, in b
 The trained model is that of `mrb model formats --text`, in float32; its loss is taken through the timed
 kernels.
 
-Ours are frozen by plugin.freeze. In `experts`, batched_mm copies the weights of every chosen expert for every
-token, 26 GB a layer for this prompt, so it takes part in decode only, after a prefill by ours. In `formats`,
+Ours are frozen by plugin.freeze; "ours everywhere" has our attention and dense matrices too. In `experts`,
+batched_mm copies the weights of every chosen expert for every token, 26 GB a layer for this prompt, so it
+takes part in decode only, after a prefill by ours. In `formats`,
 before anything is timed, the logits of a prompt are held to a float32 model with the weights that the format
 keeps: their error (root mean square, relative) is at most twice that of plain torch in bfloat16 with the same
 roundings.
@@ -72,6 +73,7 @@ FULL = {
 TINY = FULL | {"vocab_size": 97, "hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8}
 TINY |= {"num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
 OURS, BATCHED = plugin.NAME, "batched_mm"
+WHOLE = "ours everywhere"  # experts, attention, dense matrices
 NATIVE = "native"
 STORES = ("int8", "int8_a8", "int4_g128", "int4_g128_a8", "mxfp4", "mxfp4_a8")
 STORED = {NATIVE: "", **{f"native(store={store})": store for store in STORES}}
@@ -116,9 +118,10 @@ def make_model(sizes: dict[str, Any]) -> Any:
     return model
 
 
-def generating(model: Any, experts: str) -> Subject:
+def generating(model: Any, experts: str, attention: str = "sdpa") -> Subject:
     def prefill(token_BN: Tensor) -> Any:
         model.set_experts_implementation(experts)
+        model.set_attn_implementation(attention)
         return model(token_BN, use_cache=True, logits_to_keep=1).past_key_values
 
     def decode(cache: Any, token_B1: Tensor) -> Any:
@@ -196,7 +199,9 @@ def experts(rounds: Rounds = 15, threads: Threads = 2, quick: Quick = False) -> 
     original = make_model(sizes)
     frozen = copy.deepcopy(original)
     plugin.freeze(frozen)  # as people would for inference
-    subjects = {OURS: generating(frozen, OURS)}
+    whole = copy.deepcopy(original)
+    plugin.freeze(whole, linears=True)
+    subjects = {OURS: generating(frozen, OURS), WHOLE: generating(whole, OURS, plugin.NAME)}
     subjects |= {name: generating(original, name) for name in ("eager", "grouped_mm")}
 
     def batched(cache: Any, token_B1: Tensor) -> Any:
@@ -208,7 +213,7 @@ def experts(rounds: Rounds = 15, threads: Threads = 2, quick: Quick = False) -> 
     ours, eager = (logits_of(frozen, first_BN, OURS)[-1], logits_of(original, first_BN, "eager")[-1])
     for subject in subjects.values():
         subject.run(text_of(sizes, prompt + new, 0), prompt)  # the first calls pack
-        share = inside_experts(subject, [original, frozen], text_of(sizes, prompt + new, 1), prompt)
+        share = inside_experts(subject, [original, frozen, whole], text_of(sizes, prompt + new, 1), prompt)
         subject.facts["inside_experts"] = share
     document: dict[str, Any] = {
         "session": here,
