@@ -27,7 +27,7 @@ STUDY = HERE / "training" / "routers" / "pareto.json"
 DECIDED = HERE / "training" / "which_router" / "pareto.json"
 E = 64  # experts in the column of routing's cost, in eval mode
 HEAD = (
-    "rule", "causal", "alone", "routing", "step", "MiB", "max violation",
+    "rule", "causal", "per token", "routing", "step, older study", "MiB", "max violation",
 )  # fmt: skip
 
 
