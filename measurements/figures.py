@@ -878,8 +878,7 @@ def _attention_section(all_records: Mapping[str, Records]) -> list[str]:
                 _reached(gain_over(cell, ours, ["sdpa_folded"]) for cell in decoding),
                 _percents(shares(decoding), "the read"),
             ),
-            "Limit: in its caches the kernel is as fast as the read of memory, and the two overlap only in "
-            "part.",
+            "Limit: its own work in the caches takes as long as the read.",
         ),
         *_goal(
             "founding shape in float32",

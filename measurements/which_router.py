@@ -119,7 +119,7 @@ def in_short() -> str:
         busiest = "" if violation is None else f"{100 * violation:.0f} %"
         lines.append((title(one), f"{loss:.3f}", beside, f"{one['step_ratio']:.2f}", busiest))
     head = ("router", "bits per byte", "beside `softmax_topk`", "step", "busiest expert, above the mean")
-    return f"{table(head, lines)}\n\n{bullets()}"
+    return f"{table(head, lines)}\n\n{bullets(short=True)}"
 
 
 def outcomes(end: str) -> dict[str, str]:
@@ -130,7 +130,7 @@ def outcomes(end: str) -> dict[str, str]:
     }
 
 
-def bullets() -> str:
+def bullets(*, short: bool = False) -> str:
     """What the decisions say, in sentences."""
     tokens, seconds, ends = outcomes("tokens"), outcomes("1"), decided()["decisions"]
     same = "dense, equal FLOPs"
@@ -149,10 +149,12 @@ def bullets() -> str:
         f"**A dense network** of equal FLOPs is {_both(dense[tokens[same]], dense[seconds[same]])}.",
     ]
     if tokens["hashed"] == "better":
-        lines.append(
-            f"**A hash of the token wins** after so little text: nothing has to be learnt first. Its lead "
-            f"shrinks from {lead['0.25']:.2f} bits after a quarter of the time to {lead['1']:.2f} at the end."
-        )
+        lines.append("**A hash of the token wins** after so little text: nothing has to be learnt first.")
+        if not short:
+            start, end = f"{lead['0.25']:.2f}", f"{lead['1']:.2f}"
+            lines[-1] += (
+                f" Its lead shrinks from {start} bits after a quarter of the time to {end} at the end."
+            )
     return "\n".join(f"- {line.strip()}" for line in lines)
 
 
