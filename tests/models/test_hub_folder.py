@@ -72,6 +72,10 @@ def test_another_version_of_kernels_is_refused(exported: Path) -> None:
     assert "0.18.0" in ran.stderr
 
 
+# register() imports them
+FOR_TRANSFORMERS = ("models/transformers.py", "models/loading.py", "models/attention.py")
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_digests_and_imports(exported: Path, variant: str) -> None:
     folder = exported / "build" / variant
@@ -84,8 +88,8 @@ def test_digests_and_imports(exported: Path, variant: str) -> None:
     assert any("triton_" in name for name in files) == (variant != "torch-cpu")
     allowed = {*sys.stdlib_module_names, "torch", "triton"}
     for name, path in files.items():
-        if path.suffix != ".py" or name in ("models/transformers.py", "models/loading.py"):
-            continue  # register() imports them, for Transformers
+        if path.suffix != ".py" or name in FOR_TRANSFORMERS:
+            continue
         for node in ast.parse(path.read_text()).body:
             absolute = node.names[0].name if isinstance(node, ast.Import) else ""
             if isinstance(node, ast.ImportFrom) and node.level == 0:
