@@ -232,11 +232,6 @@ def claims() -> list[Claim]:
             ("run {}x to {}x faster than those of Transformers on a CPU", DEFAULT, headline),
             ("For {} to {} tokens they are {}x to {}x faster as built,", DEFAULT, lambda: caption()[:4]),
             ("and {}x to {}x faster once their weights are frozen", DEFAULT, lambda: caption()[4:]),
-            (
-                "Generation was {}x faster, {}x with our experts alone",
-                "cpu/generation.json",
-                lambda: (generation()[5], generation()[2]),
-            ),
             ("There are {} routers", "src/moe_routing_bench/routers", lambda: (len(built_in_names()),)),
             (
                 "less time in {} of {} comparisons, all in float32, never by more than the noise",

@@ -104,9 +104,9 @@ def said(decision: dict[str, Any] | None, *, short: bool = False) -> str:
     if decision is None:
         return ""
     low, high = decision["interval"]
-    word = "**worse**" if decision["difference"] > 0 else "**better**"
-    if not decision["decided"]:
-        word = "open"
+    word = outcome(decision)
+    if word != "open":
+        word = f"**{word}**"
     return f"{decision['difference']:+.3f}{'' if short else f' ({low:+.3f} to {high:+.3f})'}, {word}"
 
 
@@ -122,12 +122,15 @@ def in_short() -> str:
     return f"{table(head, lines)}\n\n{bullets(short=True)}"
 
 
+def outcome(decision: dict[str, Any]) -> str:
+    """ "better", "worse" or "open", beside softmax_topk."""
+    if not decision["decided"]:
+        return "open"
+    return "worse" if decision["difference"] > 0 else "better"
+
+
 def outcomes(end: str) -> dict[str, str]:
-    """Rule -> "better", "worse" or "open", beside softmax_topk."""
-    return {
-        rule: "open" if not one["decided"] else "worse" if one["difference"] > 0 else "better"
-        for rule, one in decided()["decisions"][end].items()
-    }
+    return {rule: outcome(one) for rule, one in decided()["decisions"][end].items()}
 
 
 def bullets(*, short: bool = False) -> str:
@@ -177,7 +180,7 @@ def advice() -> str:
     """By situation; the numbers are those of the tables."""
     one, row, ends = trained(), costs(), decided()["decisions"]
     for end in ("tokens", "1"):
-        better = [rule for rule, found in ends[end].items() if found["decided"] and found["difference"] < 0]
+        better = [rule for rule, found in outcomes(end).items() if found == "better"]
         assert set(better) <= {"hashed"}, f"the first line of the advice is wrong: {better} at equal {end}"
     step = {name: more(found["step_ratio"]) for name, found in one.items()}
     load = {name: f"{found['max_violation'] or 0:.2f}" for name, found in one.items()}

@@ -51,7 +51,8 @@ def test_a_knob_changes_no_result(frozen: bool, dtype: torch.dtype) -> None:
             else:
                 assert torch.equal(result, expected), setting
             tried += 1
-    assert tried >= 16  # as many as are not pointless here: with AMX fewer than without
+    tiles = cpp.best_level() == "amx" and dtype == torch.bfloat16  # whose shape is given
+    assert tried >= (16 if tiles else 19)  # as many as are not pointless here
 
 
 def test_pointless_settings_are_not_tried() -> None:

@@ -3,7 +3,7 @@
 Importing models/transformers.py makes the name known. It is impl="auto" of ops/attention, whose kernels are
 in most cases faster than torch's on a CPU (docs/figures.md). Calls that need more than the operation has take
 Transformers' "sdpa", and a warning says once what they need: most often a mask, for padding or for a full
-sliding window.
+sliding window. Inside torch.compile sdpa always runs, and no warning can say so.
 """
 
 from __future__ import annotations

@@ -13,19 +13,10 @@ def ceilings(stages: Mapping[str, float] | None) -> list[str]:
     {"norms": 0.01, "attention": 0.28, "experts": 0.71}
       -> ["experts are 71 % of this block; infinitely fast experts would give 3.4x", ...]
     """
-    if not stages or "attention" not in stages:
-        return []
-    total, said = sum(stages.values()), []
-    for name, verb in PARTS.items():
-        if 0 < (seconds := stages.get(name, 0.0)) < total:
-            said.append(
-                f"{name} {verb} {100 * seconds / total:.0f} % of this block; infinitely fast {name} would "
-                f"give {total / (total - seconds):.1f}x"
-            )
-    return said
+    return ceilings_of([stages or {}], "this block")
 
 
-def ceilings_of(blocks: Sequence[Mapping[str, float]]) -> list[str]:
+def ceilings_of(blocks: Sequence[Mapping[str, float]], which: str = "these blocks") -> list[str]:
     """The same for several blocks, with the smallest and the largest share.
 
     -> ["experts are 71 to 83 % of these blocks; infinitely fast experts would give 3.4x to 5.9x", ...]
@@ -39,7 +30,7 @@ def ceilings_of(blocks: Sequence[Mapping[str, float]]) -> list[str]:
         ends = dict.fromkeys(f"{100 * share:.0f}" for share in (shares[0], shares[-1]))
         gains = dict.fromkeys(f"{1 / (1 - share):.1f}x" for share in (shares[0], shares[-1]))
         said.append(
-            f"{name} {verb} {' to '.join(ends)} % of these blocks; infinitely fast {name} would give "
+            f"{name} {verb} {' to '.join(ends)} % of {which}; infinitely fast {name} would give "
             f"{' to '.join(gains)}"
         )
     return said

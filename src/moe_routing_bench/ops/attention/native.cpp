@@ -351,23 +351,17 @@ void get_two(const typename Numbers<kind>::In* p, Vec& a, Vec& b) {
     }
 }
 
+// `back`: from halves to neighbours
 template <Kind kind>
-void to_halves(float* row, int64_t A) {
+void into_halves(float* row, int64_t A, bool back = false) {
     if constexpr (kind == BFLOAT16)
-        for (int64_t a = 0; a + 2 * W <= A; a += 2 * W) {
-            float whole[2 * W];
-            std::copy(row + a, row + a + 2 * W, whole);
-            for (int64_t i = 0; i < W; i++) row[a + i] = whole[2 * i], row[a + W + i] = whole[2 * i + 1];
-        }
-}
-
-template <Kind kind>
-void from_halves(float* row, int64_t A) {
-    if constexpr (kind == BFLOAT16)
-        for (int64_t a = 0; a + 2 * W <= A; a += 2 * W) {
-            float halves[2 * W];
-            std::copy(row + a, row + a + 2 * W, halves);
-            for (int64_t i = 0; i < W; i++) row[a + 2 * i] = halves[i], row[a + 2 * i + 1] = halves[W + i];
+        for (; A >= 2 * W; A -= 2 * W, row += 2 * W) {
+            float before[2 * W];
+            std::copy(row, row + 2 * W, before);
+            for (int64_t i = 0; i < 2 * W; i++) {
+                const int64_t half = i % 2 * W + i / 2;
+                row[back ? i : half] = before[back ? half : i];
+            }
         }
 }
 
@@ -511,7 +505,7 @@ void part_of_keys(const Problem& p, int64_t b, int64_t j, int64_t begin, int64_t
         float* query = part.query.data() + i * ldq;
         read_row<kind>(q + (j * G + i / p.N) * p.qh + i % p.N * p.qn, p, std::max<int64_t>(p.M - p.N + i % p.N, 0),
                        scale_of(p), query);
-        if (p.cosine == nullptr) to_halves<kind>(query, p.A);  // turned keys are float32
+        if (p.cosine == nullptr) into_halves<kind>(query, p.A);  // turned keys are float32
     }
     for (int64_t m = begin; m < end; m += KEYS) {
         const int64_t here = std::min(KEYS, end - m);
@@ -577,7 +571,7 @@ void few(const Problem& p) {
                 }
             }
             const int64_t b = head / p.J, h = head % p.J * G + i / p.N;
-            from_halves<kind>(into.y.data() + i * width, p.A);
+            into_halves<kind>(into.y.data() + i * width, p.A, true);
             write_row<kind>(into.y.data() + i * width, sum, p.A, y + ((b * p.H + h) * p.N + i % p.N) * p.A);
         }
 }
