@@ -7,19 +7,29 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moe_routing_bench.report.training_figures import draw_study
 from moe_routing_bench.results.read import TRAININGS, LeftOut
 from moe_routing_bench.results.trainings import finished, read_trainings
 from moe_routing_bench.train.loop import State
 from moe_routing_bench.train.pareto import Spread, pareto, sentences
-from moe_routing_bench.train.records import EVENTS, STATE, execute, read_events, read_state, run_folder
+from moe_routing_bench.train.records import (
+    EVENTS,
+    STATE,
+    execute,
+    read_events,
+    read_state,
+    run_folder,
+    write_state,
+)
 from moe_routing_bench.train.settings import Rule, Run, Size
 from moe_routing_bench.train.study import PLACES, STUDY, TIMES, USED, StudyRun
 from moe_routing_bench.train.study_rules import MAX_RATE, MIN_RATE, TUNING_SEEDS
@@ -105,23 +115,44 @@ def test_a_run_killed_in_the_middle_has_the_same_losses(
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert start(whole).wait(timeout=380) == 0
     for steps in (20, 80):
-        process = start(broken)
-        while (state := _step(broken / f"run={run.key}")) < steps:
-            assert process.poll() is None, f"it ended at step {state}"
-            time.sleep(0.005)
-        process.kill()
-        process.wait()
+        with start(broken) as process:
+            try:
+                while (state := _step(broken / f"run={run.key}")) < steps:
+                    assert process.poll() is None, f"it ended at step {state}"
+                    time.sleep(0.005)
+            finally:
+                process.kill()
     assert start(broken).wait(timeout=380) == 0
     first, second = (losses(run_folder(folder, run.key)) for folder in (whole, broken))
     assert first == second and len([one for one in first if "norm" in one]) == 160
 
 
 def _step(home: Path) -> int:
-    try:
-        state = read_state(home)
-    except ValueError:
-        return 0
+    state = read_state(home)
     return state.step if state else 0
+
+
+def test_a_state_is_read_while_a_run_replaces_it(tmp_path: Path) -> None:
+    homes = [tmp_path / "short", tmp_path / "long"]
+    for step, home in enumerate(homes):
+        home.mkdir()
+        write_state(home, State(step=step, train_seconds=0.0, tensors={"x": torch.zeros(9 + 4000 * step)}), 0)
+    ended = threading.Event()
+
+    def replaces() -> None:
+        while not ended.is_set():
+            for home in homes:
+                os.link(home / STATE, tmp_path / "next")
+                (tmp_path / "next").replace(tmp_path / STATE)
+
+    writer = threading.Thread(target=replaces)
+    writer.start()
+    try:
+        steps = [_step(tmp_path) for _ in range(5000)]
+    finally:
+        ended.set()
+        writer.join()
+    assert set(steps) == {0, 1}
 
 
 def test_a_damaged_state_is_said(tmp_path: Path, corpus: Corpus) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from moe_routing_bench.bench.commit import source_version
@@ -128,9 +128,7 @@ def _branch(trunk: Path, home: Path, run: Run) -> None:
     longer = Run.from_dict(json.loads((trunk / SETTINGS).read_text()))
     assert replace(longer, steps=run.steps, evaluations=run.evaluations) == run, "not a branch of this run"
     kept = _kept_state(trunk, run.decays_at)
-    with safe_open(kept, framework="pt") as file:
-        size = int(file.metadata()["events"])
-    (home / EVENTS).write_bytes((trunk / EVENTS).read_bytes()[:size])
+    (home / EVENTS).write_bytes((trunk / EVENTS).read_bytes()[: _events_bytes(kept)])
     write_whole(home / STATE, kept.read_bytes(), sync=True)
 
 
@@ -145,13 +143,19 @@ def write_state(home: Path, state: State, events_bytes: int) -> None:
 
 def read_state(home: Path) -> State | None:
     """Returns None if there is no state. Raises ValueError if the file is damaged."""
-    if (about := _about(home)) is None:
+    if not is_plain_file(home / STATE):
         return None
-    with safe_open(home / STATE, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    data = (home / STATE).read_bytes()  # once: a run beside this may replace it between two reads
+    try:
+        tensors = load(data)
+        about = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        int(about["events"])
+        state = State(step=int(about["step"]), train_seconds=float(about["train_seconds"]), tensors=tensors)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{home / STATE} is damaged ({error}); delete it to begin anew") from None
     if _digest(tensors) != about.get("sha256"):
         raise ValueError(f"{home / STATE} is damaged (its sha256 differs); delete it to begin anew")
-    return State(step=int(about["step"]), train_seconds=float(about["train_seconds"]), tensors=tensors)
+    return state
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
@@ -179,23 +183,13 @@ def load_model(home: Path) -> Decoder:
     return model.eval()
 
 
-def _about(home: Path) -> dict[str, str] | None:
-    path = home / STATE
-    if not is_plain_file(path):
-        return None
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = file.metadata() or {}
-        int(about["step"]), int(about["events"]), float(about["train_seconds"])
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} is damaged ({error}); delete it to begin anew") from None
-    return about
+def _events_bytes(state: Path) -> int:
+    with safe_open(state, framework="pt") as file:
+        return int(file.metadata()["events"])
 
 
 def _kept_bytes(home: Path) -> int:
-    about = _about(home)
-    assert about is not None
-    kept = int(about["events"])
+    kept = _events_bytes(home / STATE)
     path = home / EVENTS
     if not path.exists() or path.stat().st_size < kept:
         raise ValueError(f"{path} is shorter than when {STATE} was written; delete {home} to begin anew")
