@@ -21,7 +21,7 @@ if (reason := cpp.why_not()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-FEW = 24  # of ops/in_place.h
+FEW, FEW_TILES = 24, 128  # of ops/in_place.h
 ORDERS = pytest.mark.parametrize("output_first", [False, True])
 
 
@@ -57,8 +57,9 @@ def test_any_number_of_rows(level: str, output_first: bool, dtype: torch.dtype) 
     spec = f"native(level={level})"
     if (reason := EXPERT_FFN.why_not(spec, *arguments(dtype=dtype))) is not None:
         pytest.skip(reason)
-    counts = [0, *range(1, 9), 0, 12, 13, FEW - 1, FEW, FEW + 1, 40]
-    for D, F, activation in ((72, 50, "swiglu"), (51, 300, "gelu"), (530, 33, "geglu")):
+    counts = [0, *range(1, 9), 0, 12, 13, 17, FEW - 1, FEW, FEW + 1, 40, FEW_TILES, FEW_TILES + 1]
+    few_or_wide = ((96, 64, "swiglu"), (32, 1100, "swiglu"))
+    for D, F, activation in ((72, 50, "swiglu"), (51, 300, "gelu"), (530, 33, "geglu"), *few_or_wide):
         weights = weights_of(len(counts), D, F, dtype=dtype, activation=activation, bias=True)
         args = with_rows(counts, lying(weights, output_first))
         before = [tensor.clone() for tensor in args[3].tensors().values()]
@@ -127,8 +128,10 @@ def test_nothing_beyond_the_weights_is_read() -> None:
         "    out = torch.frombuffer(memory, dtype=w.dtype, count=w.numel(), offset=offset).view(w.shape)\n"
         "    return out.copy_(w)\n"
         "for dtype in (torch.float32, torch.bfloat16):\n"
-        "  for level in ('', '(level=avx2)'):\n"
-        "    for T, D, F in ((1, 33, 17), (3, 65, 31), (40, 47, 95), (9, 1, 1), (4, 300, 130)):\n"
+        "  for level in ('', '(level=avx2)', '(level=amx_pretended)'):\n"
+        "    sizes = (1, 33, 17), (3, 65, 31), (40, 47, 95), (9, 1, 1), (4, 300, 130), (9, 64, 96)\n"
+        "    for T, D, F in sizes:\n"
+        "      if EXPERT_FFN.why_not('native' + level, *arguments(dtype=dtype)): continue\n"
         "      x, gate, plan, weights = arguments(T, 2, 3, D, F, dtype=dtype)\n"
         "      for first in (False, True):\n"
         "        both = weights.w_in_EDG, weights.w_out_EFD\n"

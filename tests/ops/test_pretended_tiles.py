@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,8 +235,9 @@ CASE = Case(
     name="tiles", guards="tiles compute what vectors do", T=30, D=296, F=200, E=2, K=2,
     layouts=("compact",), activation="swiglu", bias=True,
 )  # fmt: skip
-# file, what stands there, what is put there instead, and with which weights that must be noticed
-FAULTS: dict[str, tuple[str, str, str, str]] = {
+IN_PLACE = replace(CASE, D=288, strided=True)  # an order of memory in which columns are read one by one
+# file, what stands there, what is put there instead; the weights, knob or case with which it must be noticed
+FAULTS: dict[str, tuple[str, str, str, str | Case]] = {
     "weights with the stride of one tile": (
         "int8_tiles.h", "_tile_loadd(6, w, PANEL * 4);", "_tile_loadd(6, w, HALF * 4);", "int8_a8",
     ),
@@ -279,11 +281,21 @@ FAULTS: dict[str, tuple[str, str, str, str]] = {
     ),
     "bfloat16: a tile of weights twice": (
         "tiles.h", "_tile_loadd(7, b + 512, 64);\n        _tile_dpbf16ps(1, 4, 7);",
-        "_tile_loadd(7, b, 64); _tile_dpbf16ps(1, 4, 7);", "",
+        "_tile_loadd(7, b, 64); _tile_dpbf16ps(1, 4, 7);", "in_place=2",
     ),
     "bfloat16: a quarter of the sums not stored": (
-        "tiles.h", "_tile_stored(3, c + 16 * PANEL + HALF, PANEL * 4);", ";", "",
+        "tiles.h", "_tile_stored(3, c + 16 * PANEL + HALF, PANEL * 4);", ";", "in_place=2",
     ),
+    "in place: sums of less depth dropped": ("in_place.h", "_tile_loadd(0, here, 64);", ";", CASE),
+    "in place: the upper rows twice": (
+        "in_place.h", "_tile_loadd(5, x + HALF * lda + k, lda * sizeof(B));",
+        "_tile_loadd(5, x + k, lda * sizeof(B));", CASE,
+    ),
+    "in place: a quarter of the sums not stored": (
+        "in_place.h", "_tile_stored(3, to + HALF * ldc + HALF, ldc * 4);", ";", CASE,
+    ),
+    "in place: rows where columns belong": ("in_place.h", "transpose(v);", ";", IN_PLACE),
+    "in place: all rows are the last": ("in_place.h", "(j + k) * ldc", "j * ldc", IN_PLACE),
 }  # fmt: skip
 
 
@@ -324,11 +336,12 @@ def switch(faulty: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[cty
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_noticed(fault: str, switch: ctypes.c_int) -> None:
-    store = FAULTS[fault][3]
-    spec = f"native(level={cpp.PRETENDED},store={store})" if store else f"native(level={cpp.PRETENDED})"
+    of = FAULTS[fault][3]
+    stored = of in INTEGERS
+    case, options = (of, "") if isinstance(of, Case) else (CASE, f",{'store=' * stored}{of}")
     cell = KitCell(
-        op="expert_ffn", spec=spec, case=CASE, layout="compact", dtype="float32" if store else "bfloat16",
-        device="cpu",
+        op="expert_ffn", spec=f"native(level={cpp.PRETENDED}{options})", case=case, layout="compact",
+        dtype="float32" if stored else "bfloat16", device="cpu",
     )  # fmt: skip
     switch.value = 0
     assert check(cell).status == "passed", check(cell).sentences

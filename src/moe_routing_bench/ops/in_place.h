@@ -1,20 +1,12 @@
-// Rows times weights that are read in place, in either order of memory, without a copy: for few rows, where packing takes
-// longer than multiplying. Rows are float32. Only the weights themselves are read, and nothing needs to be aligned.
+// Rows times weights that are read in place, in either order of memory, without a packed copy: for few rows, where packing
+// takes longer than multiplying. Only the weights themselves are read, and nothing needs to be aligned.
 //
-// The order of a sum does not depend on threads. For contiguous columns it is the same as in Vector of tiles.h, so the
-// bits are those of packed weights. Dot products have other bits.
+// The order of a sum does not depend on threads. The bits are those of packed weights, but for dot products of Vector.
 #pragma once
 #include "tiles.h"
 
-enum { LANES = sizeof(Lanes) / 4, FEW = 24 };  // rows, by trial
+enum { LANES = sizeof(Lanes) / 4 };
 static const int64_t SUMS_BYTES = 1 << 18;  // of one task
-
-// True if an expert with this many rows is read in place. steady: only if the bits are those of packed weights; few: 0 for
-// the rule of this file
-template <class Engine> static bool in_place(int64_t rows, int64_t sk, int64_t sn, bool steady, int64_t few = 0) {
-  const bool tiles = sizeof(typename Engine::A) == 2;  // AMX multiplies faster, so fewer rows; estimated, not measured
-  return rows <= (few ? few : tiles ? FEW / 2 : FEW) && (sn == 1 ? !(steady && tiles) : sk == 1 && !steady);
-}
 
 struct Task {
   int64_t segment, begin, end;  // panels
@@ -63,9 +55,16 @@ static inline void four_sums(Lanes s0, Lanes s1, Lanes s2, Lanes s3, float* c) {
 #endif
 }
 
-template <class B> struct InPlace {
+template <class Engine> struct InPlace {  // Engine: a Vector
+  typedef typename Engine::B B;
+  enum { FEW = 24 };  // rows, by trial
+  // true if the bits are those of packed weights
+  static bool same_bits(int64_t sn) { return sn == 1; }
+  static bool reads(int64_t sk, int64_t sn, int64_t) { return sn == 1 || sk == 1; }
+  static int64_t part_bytes(int64_t, int64_t) { return SUMS_BYTES; }
+
   // as many sums as registers hold beside weights and rows: COLUMNS or WIDE vectors of weights times ROWS rows
-  enum { ROWS = LANES == 8 ? 3 : 6, COLUMNS = 4, DEEP = LANES == 8 ? 3 : 4, CHAIN = Vector<B>::CHAIN, SUMS = 6144 };
+  enum { ROWS = LANES == 8 ? 3 : 6, COLUMNS = 4, DEEP = LANES == 8 ? 3 : 4, CHAIN = Engine::CHAIN, SUMS = 6144 };
 
   // ---- columns one after the other in memory (sk == 1): a dot product for each
 
@@ -154,7 +153,7 @@ template <class B> struct InPlace {
   // c[r * ldc + n] = sum over k of a[r * lda + k] * w[k * sk + n * sn]; sk or sn is 1. c has room for whole vectors; part: rows x
   // columns, in whole vectors
   static void times(const float* a, int64_t lda, int64_t rows, const B* w, int64_t sk, int64_t sn, int64_t depth, int64_t columns,
-                    float* c, int64_t ldc, float* part) {
+                    float* c, int64_t ldc, bool, float* part) {
     const int64_t blocks = (rows + ROWS - 1) / ROWS, each = (rows + blocks - 1) / blocks;
     if (sn != 1) {
       for (int64_t n0 = 0; n0 < columns; n0 += COLUMNS) {
@@ -185,3 +184,138 @@ template <class B> struct InPlace {
     }
   }
 };
+
+#ifdef __AMX_BF16__
+template <> struct InPlace<Amx> {
+  typedef uint16_t B;
+  // by trial: packing is faster above FEW rows, and up to VECTOR rows so is Vector, whose sums have other bits
+  enum { FEW = 128, VECTOR = 4, DEEP = 128, WIDE = 2048, TILE = 512 + 32, NEXT = 512 };
+  static bool same_bits(int64_t) { return true; }
+  static bool reads(int64_t sk, int64_t sn, int64_t depth) { return sn == 1 || (sk == 1 && depth % 32 == 0); }
+  static int64_t part_bytes(int64_t rows, int64_t depth) {
+    const int64_t pairs = DEEP / 32 * WIDE / 16 * TILE * sizeof(B), packed = up_to(rows, PANEL) * packed_depth(depth) * sizeof(B);
+    return std::max({pairs + SUMS_BYTES, packed, 2 * SUMS_BYTES + VECTOR * packed_depth(depth) * (int64_t)sizeof(float)});
+  }
+
+  // columns one after the other in memory (sk == 1): they are the rows of a product with rows that are packed as columns
+  static void columns_times(const B* a, int64_t lda, int64_t rows, const B* w, int64_t sn, int64_t depth, int64_t columns, float* c,
+                            int64_t ldc, B* packed) {
+    for (int64_t r = 0; r < rows; r += PANEL)
+      pack_strip(packed + r * depth, a + r * lda, 1, lda, depth, std::min<int64_t>(PANEL, rows - r), 0, 1, false);
+    for (int64_t n = 0; n < columns; n += PANEL)
+      for (int64_t r = 0; r < rows; r += PANEL) {
+        float sums[PANEL * PANEL] __attribute__((aligned(64)));
+        const B *from = w + n * sn, *next = from + NEXT, *end = from + depth;
+        auto fetch = [&] {  // the processor cannot follow so many streams
+          if (r) return;
+          if (next >= end && end) next += PANEL * sn - depth, end = nullptr;
+#pragma GCC unroll 32
+          for (int64_t j = 0; j < PANEL; j++) __builtin_prefetch(next + j * sn, 0, 2);
+          next += 32;
+        };
+        Ahead none = {nullptr, 0};
+        Amx::times(from, sn, (int)std::min<int64_t>(PANEL, columns - n), packed + r * depth, depth, sums, none, fetch);
+        for (int64_t i = n; i < std::min(n + PANEL, columns); i += HALF)
+          for (int64_t j = r; j < std::min(r + PANEL, rows); j += HALF) {
+            u32x16 v[HALF];
+#pragma GCC unroll 16
+            for (int k = 0; k < HALF; k++) v[k] = *(const u32x16*)(sums + (i - n + k) * PANEL + j - r);
+            transpose(v);
+            for (int64_t k = 0; k < std::min<int64_t>(HALF, rows - j); k++) *(u32x16*)(c + (j + k) * ldc + i) = v[k];
+          }
+      }
+  }
+
+  // to[2 n + i] = from[n + i * sk], for n < columns, then zeros; count: of i, 0 to 2
+  static void pair(B* to, const B* from, int64_t sk, int64_t count, int64_t columns) {
+    int64_t n = 0;
+    if (count == 2)
+      for (; n + HALF <= columns; n += HALF) {
+        if (n % PANEL == 0) __builtin_prefetch(from + 16 * sk + n, 0, 2), __builtin_prefetch(from + 17 * sk + n, 0, 2);
+        *(u32x16*)(to + n / 16 * TILE) = wide(*(const u16x16*)(from + n)) | (wide(*(const u16x16*)(from + sk + n)) << 16);
+      }
+    for (; n < up_to(columns, PANEL); n++)
+      for (int64_t i = 0; i < 2; i++) to[n / 16 * TILE + n % 16 * 2 + i] = n < columns && i < count ? from[n + i * sk] : B(0);
+  }
+
+  // contiguous columns (sn == 1): DEEP rows of w are read from front to back, because short reads from many rows are slow
+  static void rows_times(const B* a, int64_t lda, int64_t rows, const B* w, int64_t sk, int64_t depth, int64_t columns, float* c,
+                         int64_t ldc, B* pairs) {
+    const int64_t ld = up_to(columns, PANEL) / 16 * TILE;  // not a power of 2: a tile's rows must not share a set of the cache
+    float* sums = (float*)(pairs + DEEP / 32 * ld);
+    for (int64_t k0 = 0; k0 < depth; k0 += DEEP) {
+      const int64_t deep = std::min<int64_t>(DEEP, packed_depth(depth - k0));
+      const bool first = k0 == 0, last = k0 + DEEP >= depth;
+      for (int64_t k = 0; k < deep; k += 2)
+        pair(pairs + k / 32 * ld + k % 32 * 16, w + (k0 + k) * sk, sk, std::clamp<int64_t>(depth - k0 - k, 0, 2), columns);
+      for (int64_t n = 0; n < columns; n += PANEL) {
+        for (int64_t r = 0; r < rows; r += PANEL) {
+          const int64_t upper = std::min<int64_t>(rows - r, HALF), lower = std::min<int64_t>(rows - r - upper, HALF);
+          float *here = sums + n * rows + r * PANEL, *below = here + upper * PANEL;
+          Amx::configure((int)upper, (int)lower);
+          _tile_zero(0);
+          _tile_zero(1);
+          _tile_zero(2);
+          _tile_zero(3);
+          if (!first) {
+            _tile_loadd(0, here, 64);
+            _tile_loadd(1, here + upper * HALF, 64);
+          }
+          if (!first && lower) {
+            _tile_loadd(2, below, 64);
+            _tile_loadd(3, below + lower * HALF, 64);
+          }
+          const B *x = a + r * lda + k0, *b = pairs + n / 16 * TILE;
+          for (int64_t k = 0; k < deep; k += 32, b += ld) {
+            _tile_loadd(4, x + k, lda * sizeof(B));
+            _tile_loadd(6, b, 64);
+            _tile_loadd(7, b + TILE, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            if (!lower) continue;
+            _tile_loadd(5, x + HALF * lda + k, lda * sizeof(B));
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+          }
+          if (!last) {
+            _tile_stored(0, here, 64);
+            _tile_stored(1, here + upper * HALF, 64);
+            if (!lower) continue;
+            _tile_stored(2, below, 64);
+            _tile_stored(3, below + lower * HALF, 64);
+            continue;
+          }
+          float* to = c + r * ldc + n;
+          const bool right = columns - n > HALF;
+          _tile_stored(0, to, ldc * 4);
+          if (right) _tile_stored(1, to + HALF, ldc * 4);
+          if (!lower) continue;
+          _tile_stored(2, to + HALF * ldc, ldc * 4);
+          if (right) _tile_stored(3, to + HALF * ldc + HALF, ldc * 4);
+        }
+      }
+    }
+  }
+
+  static void times(const B* a, int64_t lda, int64_t rows, const B* w, int64_t sk, int64_t sn, int64_t depth, int64_t columns,
+                    float* c, int64_t ldc, bool steady, float* part) {
+    if (!steady && rows <= VECTOR) {
+      float* wide = part + 2 * SUMS_BYTES / sizeof(float);
+      const int64_t ld = packed_depth(depth);
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t k = 0; k < ld; k += HALF) store(wide + r * ld + k, load(a + r * lda + k));
+      return InPlace<Vector<B>>::times(wide, ld, rows, w, sk, sn, depth, columns, c, ldc, false, part);
+    }
+    if (sn != 1) return columns_times(a, lda, rows, w, sn, depth, columns, c, ldc, (B*)part);
+    for (int64_t n = 0; n < columns; n += WIDE)
+      rows_times(a, lda, rows, w + n, sk, depth, std::min<int64_t>(WIDE, columns - n), c + n, ldc, (B*)part);
+  }
+};
+#endif
+
+// True if an expert with this many rows is read in place. steady: only if the bits are those of packed weights; few: 0 for
+// the rule of this file
+template <class Engine> static bool in_place(int64_t rows, int64_t sk, int64_t sn, int64_t depth, bool steady, int64_t few = 0) {
+  typedef InPlace<Engine> Here;
+  return rows <= (few ? few : (int64_t)Here::FEW) && Here::reads(sk, sn, depth) && (!steady || Here::same_bits(sn));
+}

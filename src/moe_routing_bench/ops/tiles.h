@@ -94,20 +94,20 @@ template <class B>
 static void pack_block(B* dst, const B* from, int64_t sk, int64_t sn, int64_t depth, int64_t columns, int64_t half,
                        int64_t k0) {
   const int64_t step = sizeof(B) == 2 ? 2 : 1;
-  const bool whole = columns == HALF && k0 + 32 <= depth;
-  if (whole && sn == 1) {
+  const bool deep = k0 + 32 <= depth;
+  if (deep && sn == 1 && columns == HALF) {
     for (int64_t k = k0; k < k0 + 32; k += step) {
       u32x16* to = (u32x16*)(dst + place<B>(k, half));
       const B* at = from + k * sk;
       if (sizeof(B) == 4) *to = *(const u32x16*)at;
       else *to = wide(*(const u16x16*)at) | (wide(*(const u16x16*)(at + sk)) << 16);
     }
-  } else if (whole && sk == 1) {
+  } else if (deep && sk == 1) {
     for (int64_t k = k0; k < k0 + 32; k += 16 * step) {  // in words of 32 bits, a pair of bfloat16 is one
       u32x16 v[16];
 #pragma GCC unroll 16
       for (int j = 0; j < 16; j++) {
-        v[j] = *(const u32x16*)(from + k + j * sn);
+        v[j] = j < columns ? *(const u32x16*)(from + k + j * sn) : u32x16{};
         __builtin_prefetch(from + k + j * sn + 1024 / sizeof(B), 0, 2);  // the processor cannot follow 16 streams
       }
       transpose(v);

@@ -134,9 +134,9 @@ template <class Engine, class X> struct Layer {
   const Matrix in = {(const B*)p.w_in, p.in_stride, p.in_panel, p.in_k, p.in_n, p.D, G, gated};
   const Matrix out = {(const B*)p.w_out, p.out_stride, p.out_panel, p.out_k, p.out_n, p.F, p.D, false};
   const bool plain = p.plain;
-  struct Own {  // memory of one thread, for plain weights: a packed strip; sums; rows as float32
+  struct Own {  // memory of one thread, for plain weights: a packed strip; sums; what InPlace needs beside them
     B* strip;
-    float *c, *part, *rows;
+    float *c, *part;
   };
   A *a = nullptr, *mid = nullptr;
   H* h = nullptr;
@@ -180,7 +180,10 @@ template <class Engine, class X> struct Layer {
     memset(to + p.D, 0, (Dp - p.D) * sizeof(A));
   }
 
-  bool in_place(const Segment& s, const Matrix& m) const { return plain && ::in_place<Engine>(s.rows, m.k, m.n, p.plain == 2, p.in_place); }
+  bool in_place(const Segment& s, const Matrix& m) const {
+    if constexpr (sizeof(B) > 1) return plain && ::in_place<Engine>(s.rows, m.k, m.n, m.depth, p.plain == 2, p.in_place);
+    return false;
+  }
 
   const B* packed(const Matrix& m, int64_t expert, int64_t begin, int64_t end, const Own& own) const {
     const B* w = m.w + expert * m.stride;
@@ -189,18 +192,18 @@ template <class Engine, class X> struct Layer {
     return w + begin * m.panel;
   }
 
+  int64_t part_bytes() const {
+    if constexpr (sizeof(B) > 1)
+      if (plain) return up_to(InPlace<Engine>::part_bytes(std::max<int64_t>(InPlace<Engine>::FEW, p.in_place), std::max(p.D, p.F)), 4096);
+    return 0;
+  }
+
   // c = rows of a segment times columns first .. first + columns of its expert
   void times_in_place(const Segment& s, const Matrix& m, int64_t first, int64_t columns, const A* rows, int64_t ld, float* c,
                       int64_t ldc, const Own& own) const {
     if constexpr (sizeof(B) > 1) {
-      const float* from = (const float*)rows;
-      if constexpr (sizeof(A) == 2) {  // AMX's
-        for (int64_t r = 0; r < s.rows; r++)
-          for (int64_t k = 0; k < m.depth; k += HALF) store(own.rows + r * ld + k, load(rows + r * ld + k));
-        from = own.rows;
-      }
       const B* w = m.w + s.expert * m.stride + first * m.n;
-      InPlace<B>::times(from, ld, s.rows, w, m.k, m.n, m.depth, columns, c, ldc, own.part);
+      InPlace<Engine>::times(rows, ld, s.rows, w, m.k, m.n, m.depth, columns, c, ldc, p.plain == 2, own.part);
     }
   }
 
@@ -396,8 +399,7 @@ template <class Engine, class X> struct Layer {
 
     const int64_t strip_bytes = plain ? up_to(std::max(wide_first * p.in_panel, broad * p.out_panel) * sizeof(B), 4096) : 0;
     const int64_t c_bytes = plain ? SUMS_BYTES : 0;
-    const int64_t r_bytes = plain && sizeof(A) == 2 ? up_to(std::max<int64_t>(FEW, p.in_place) * std::max(lda, ldm) * 4, 4096) : 0;
-    const int64_t own_bytes = strip_bytes + 2 * c_bytes + r_bytes;
+    const int64_t own_bytes = strip_bytes + c_bytes + part_bytes();
     char* memory = workspace.get(a_bytes + h_bytes + m_bytes + l_bytes + o_bytes + p.threads * own_bytes + 4096);
     if (!memory) return 1;
     a = (A*)memory, h = (H*)(memory + a_bytes), mid = int8_rows ? (A*)(memory + a_bytes + h_bytes) : (A*)h;
@@ -410,7 +412,7 @@ template <class Engine, class X> struct Layer {
       const OnNode here(p.nodes);
       char* mine = (char*)o + o_bytes + omp_get_thread_num() * own_bytes;
       char* sums = mine + strip_bytes;
-      const Own own = {(B*)mine, (float*)sums, (float*)(sums + c_bytes), (float*)(sums + 2 * c_bytes)};
+      const Own own = {(B*)mine, (float*)sums, (float*)(sums + c_bytes)};
       int64_t loop = 0;
 #pragma omp for schedule(static)
       for (int64_t t = 0; t < p.T; t++) {

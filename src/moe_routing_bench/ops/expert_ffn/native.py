@@ -58,7 +58,7 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"batch_invariant": True},
     # the smallest and the largest value of every knob
     {"rows": 4, "strip": 1, "strip_out": 1, "prefetch": 2048, "in_place": 2, "group": 2},
-    {"rows": 16, "strip": 8, "strip_out": 8, "prefetch": 32768, "in_place": 96, "group": 64},
+    {"rows": 16, "strip": 8, "strip_out": 8, "prefetch": 32768, "in_place": 192, "group": 64},
 )
 SOURCE = Path(__file__).with_name("native.cpp")
 # the enum of native.cpp
@@ -91,8 +91,8 @@ class Knobs(KnobSet):
         2048, 4096, 16384, 32768, stage="reading", help="Bytes of frozen weights to read ahead. Else 8192."
     )
     in_place: int | None = knob(
-        2, 6, 12, 24, 48, 96, stage="reading",
-        help="Most rows of an expert whose plain weights are not packed. Else 24, 12 with AMX.",
+        2, 6, 12, 24, 48, 96, 192, stage="reading",
+        help="Most rows of an expert whose plain weights are not packed. Else 24, 128 with AMX and bfloat16.",
     )  # fmt: skip
     group: int | None = knob(
         2, 4, 8, 32, 64, stage="groups", help="MiB of rows that go through both products together. Else 16."
@@ -108,12 +108,13 @@ class Knobs(KnobSet):
             return f"a block has at most {most} rows, in whole tiles with AMX, and there are {pairs} in all"
         if (self.strip or 0) > panels or (self.strip_out or 0) > weights.D // 32:
             return "the matrix has fewer panels"
-        frozen, few = isinstance(weights.w_in_EDG, Frozen), self.in_place or (12 if tiles else 24)
+        frozen, rule = isinstance(weights.w_in_EDG, Frozen), 128 if tiles else 24
+        few = self.in_place or rule
         if not frozen and pairs <= few and (self.rows or self.strip):
             return f"all weights of at most {pairs} rows are read in place, without blocks or strips"
-        if self.in_place is not None and (frozen or self.in_place == (12 if tiles else 24)):
+        if self.in_place is not None and (frozen or self.in_place == rule):
             return "frozen weights are always packed, and this is the kernel's own rule for others"
-        if self.in_place is not None and pairs <= min(few, 12):
+        if self.in_place is not None and pairs <= min(few, rule):
             return f"there are {pairs} rows in all, which are read in place by the kernel's own rule"
         if self.prefetch is not None and not frozen:
             return "only frozen weights are a stream that can be read ahead"

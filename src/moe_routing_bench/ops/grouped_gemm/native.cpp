@@ -63,10 +63,11 @@ template <class Engine, class X> static int multiply(const Problem& p) {
   const int64_t in_cache = std::max<int64_t>(1, (CACHE_BYTES / 2) / (panel_size * (int64_t)sizeof(B)));
   const int64_t even = (int64_t)order.size() * all_panels / (8 * p.threads);
   const int64_t wide = std::clamp<int64_t>(std::min(in_cache, even), 1, WIDEST);
-  const auto tasks = cut(order, all_panels, 4 * p.threads, [&](auto& s) { return in_place<Engine>(s.rows, p.sk, p.sn, true) ? (int64_t)IN_PLACE : wide; });
+  const auto tasks = cut(order, all_panels, 4 * p.threads, [&](auto& s) { return in_place<Engine>(s.rows, p.sk, p.sn, p.depth, true) ? (int64_t)IN_PLACE : wide; });
   const int64_t strip_bytes = up_to(wide * panel_size * sizeof(B), 4096);
   const int64_t a_bytes = direct ? 0 : up_to(p.rows * lda * sizeof(A), 4096);
-  const int64_t own_bytes = strip_bytes + 2 * SUMS_BYTES;  // a strip, or sums of weights read in place
+  // a strip, or sums of weights read in place
+  const int64_t own_bytes = strip_bytes + SUMS_BYTES + up_to(InPlace<Engine>::part_bytes(InPlace<Engine>::FEW, p.depth), 4096);
   char* memory = workspace.get(p.threads * own_bytes + a_bytes + 8192);
   if (!memory) return 1;
   A* a = direct ? (A*)p.x : (A*)(memory + p.threads * own_bytes);
@@ -98,15 +99,14 @@ template <class Engine, class X> static int multiply(const Problem& p) {
       const auto [segment, begin, end] = tasks[task];
       const Segment& s = order[segment];
       const float* bias = p.bias ? p.bias + s.expert * p.columns : nullptr;
-      if constexpr (sizeof(A) == 4)
-        if (in_place<Engine>(s.rows, p.sk, p.sn, true)) {
-          const int64_t n0 = begin * PANEL, columns = std::min(end * PANEL, p.columns) - n0, ldc = (end - begin) * PANEL;
-          InPlace<B>::times(a + s.first * lda, lda, s.rows, (const B*)p.w + s.expert * p.se + n0 * p.sn, p.sk, p.sn, p.depth, columns,
-                            sums, ldc, part);
-          for (int64_t r = 0; r < s.rows; r++)
-            put_row(y + (s.first + r) * p.columns + n0, sums + r * ldc, bias ? bias + n0 : nullptr, columns);
-          continue;
-        }
+      if (in_place<Engine>(s.rows, p.sk, p.sn, p.depth, true)) {
+        const int64_t n0 = begin * PANEL, columns = std::min(end * PANEL, p.columns) - n0, ldc = (end - begin) * PANEL;
+        InPlace<Engine>::times(a + s.first * lda, lda, s.rows, (const B*)p.w + s.expert * p.se + n0 * p.sn, p.sk, p.sn, p.depth,
+                               columns, sums, ldc, true, part);
+        for (int64_t r = 0; r < s.rows; r++)
+          put_row(y + (s.first + r) * p.columns + n0, sums + r * ldc, bias ? bias + n0 : nullptr, columns);
+        continue;
+      }
       pack_strip(strip, (const B*)p.w + s.expert * p.se, p.sk, p.sn, p.depth, p.columns, begin, end, false);
       const int64_t tile = up_to(std::max<int64_t>(1, CACHE_BYTES / 2 / (lda * sizeof(A))), Engine::STEP);
       for (int64_t r0 = 0; r0 < s.rows; r0 += tile)

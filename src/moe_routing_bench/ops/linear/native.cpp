@@ -46,12 +46,15 @@ template <class Engine, class X> static int multiply(const Problem& p) {
   const int64_t depth = packed_depth(p.depth), all_panels = panels(p.columns, false), panel_size = p.panel;
   const bool direct = sizeof(X) == sizeof(A) && depth == p.depth;  // else rows are widened, rounded or filled up
   const int64_t lda = direct ? p.ldx : int8_rows ? int8_row_stride(p.depth, *p.coding) : row_stride(p.depth, sizeof(A));
-  const bool reads = sizeof(A) == 4 && !p.packed && in_place<Engine>(p.T, p.sk, p.sn, false);
+  bool reads = false;
+  if constexpr (sizeof(B) > 1) reads = !p.packed && in_place<Engine>(p.T, p.sk, p.sn, p.depth, false);
   const int64_t in_cache = std::max<int64_t>(1, (CACHE_BYTES / 2) / (panel_size * (int64_t)sizeof(B)));
   const int64_t wide = std::clamp<int64_t>(std::min(in_cache, all_panels / (4 * p.threads)), 1, WIDEST);
   const std::vector<Rows> order = {{p.T}};
   const auto tasks = cut(order, all_panels, 4 * p.threads, [&](auto&) { return reads ? (int64_t)IN_PLACE : wide; });
-  const int64_t own_bytes = reads ? 2 * SUMS_BYTES : p.packed ? 0 : up_to(wide * panel_size * sizeof(B), 4096);
+  int64_t own_bytes = p.packed ? 0 : up_to(wide * panel_size * sizeof(B), 4096);
+  if constexpr (sizeof(B) > 1)
+    if (reads) own_bytes = SUMS_BYTES + up_to(InPlace<Engine>::part_bytes(p.T, p.depth), 4096);
   const int64_t a_bytes = direct ? 0 : up_to(p.T * lda * sizeof(A), 4096);
   char* memory = workspace.get(p.threads * own_bytes + a_bytes + 8192);
   if (!memory) return 1;
@@ -79,11 +82,11 @@ template <class Engine, class X> static int multiply(const Problem& p) {
 #pragma omp for schedule(dynamic, 1)
     for (size_t task = 0; task < tasks.size(); task++) {
       const int64_t begin = tasks[task].begin, end = tasks[task].end;
-      if constexpr (sizeof(A) == 4 && sizeof(B) > 1)
+      if constexpr (sizeof(B) > 1)
         if (reads) {
           const int64_t n0 = begin * PANEL, columns = std::min(end * PANEL, p.columns) - n0, ldc = (end - begin) * PANEL;
           float *sums = (float*)own, *part = sums + SUMS_BYTES / sizeof(float);
-          InPlace<B>::times(a, lda, p.T, (const B*)p.w + n0 * p.sn, p.sk, p.sn, p.depth, columns, sums, ldc, part);
+          InPlace<Engine>::times(a, lda, p.T, (const B*)p.w + n0 * p.sn, p.sk, p.sn, p.depth, columns, sums, ldc, false, part);
           for (int64_t r = 0; r < p.T; r++)
             put_row(y + r * p.columns + n0, sums + r * ldc, p.bias ? p.bias + n0 : nullptr, columns);
           continue;
