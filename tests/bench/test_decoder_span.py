@@ -117,14 +117,14 @@ def test_names_and_labels() -> None:
 
 def test_the_ceiling_says_share_and_limit() -> None:
     experts, attention = ceilings({"norms": 0.01, "attention": 0.28, "experts": 0.71})
-    assert experts == "experts are 71 % of this block; infinitely fast experts would give 3.4x"
-    assert attention == "attention is 28 % of this block; infinitely fast attention would give 1.4x"
+    assert experts == "experts are 71 % of a call; infinitely fast experts would give 3.4x"
+    assert attention == "attention is 28 % of a call; infinitely fast attention would give 1.4x"
     assert ceilings({"mix": 1.0, "experts": 2.0}) == [] and ceilings(None) == []
     of_two = ceilings_of(
         [{"attention": 0.5, "experts": 0.5}, {"attention": 0.25, "experts": 0.75}, {"mix": 1.0}]
     )
     assert of_two[0] == (
-        "experts are 50 to 75 % of these blocks; infinitely fast experts would give 2.0x to 4.0x"
+        "experts are 50 to 75 % of these calls; infinitely fast experts would give 2.0x to 4.0x"
     )
     inputs, implementation = Inputs(CASE), ImplementationRef(name="ours")
     args = span.arguments(span.call(implementation, inputs, 0, 0))

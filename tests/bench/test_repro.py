@@ -50,6 +50,9 @@ CELLS = {
     "block": of_case(
         replace(cases("seed-moe-block/4x64~scaled")[0], stages=True), replace(ROUTED, name="ours")
     ),
+    "model": of_case(
+        replace(cases("whole-model/decode-128~scaled")[0], stages=True), replace(ROUTED, name="ours")
+    ),
     "attention": of_case(cases("seed-attention/bert-128-float32")[0], PLAIN),
     "attention, own sizes": of_case(HEADS, PLAIN),
     "frozen": of_case(OWN, ImplementationRef(name="native", frozen=True)),

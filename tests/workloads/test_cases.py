@@ -27,6 +27,7 @@ def test_the_suites_have_their_sizes() -> None:
         "seed-linear": 24,
         "seed-rmsnorm": 2,
         "seed-balance": 20,
+        "whole-model": 3,
         "topk-grid": 27,
         "gpu-quick": 10,
         "gpu-hour": 38,

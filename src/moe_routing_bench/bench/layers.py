@@ -65,10 +65,11 @@ def choices_of(implementation: ImplementationRef, inputs: Inputs) -> int:
 
 def layer_of(
     implementation: ImplementationRef, inputs: Inputs, ffn: Implementation, make_plan: Implementation, *,
-    topk: str, dtype: torch.dtype | None = None, fused: bool = True,
+    topk: str, dtype: torch.dtype | None = None, fused: bool = True, silent: bool = False,
 ) -> nn.Module:  # fmt: skip
     """Builds the implementation's layer around the inputs' weights, converted if `dtype` is another.
-    fused=False removes the router's option `fused`."""
+    fused=False removes the router's option `fused`. silent: experts write nothing to the columns of logits,
+    because another layer follows; always so in a chain."""
     s, case, (kind, options) = inputs.experiment.shape, inputs.experiment, layer_kind(implementation)
     dtype = dtype or inputs.dtype
     name, router_options = parse_spec(implementation.router or ROUTER)
@@ -96,18 +97,20 @@ def layer_of(
     moe.expert_ffn, moe.make_plan = ffn, make_plan
     if kind == "moe" and ffn.batch_invariant and ffn.invariant_with:
         moe.make_batch_invariant()
-    _put_weights(moe, inputs, ffn, dtype, silent=kind == "chain", asked=implementation.frozen)
+    _put_weights(moe, inputs, ffn, dtype, silent=silent or kind == "chain", asked=implementation.frozen)
     if kind == "perft":
         layer = _with_adapters(moe, inputs, options)
     return layer.train(case.direction != "forward")
 
 
-def plain_layer(implementation: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> nn.Module:
+def plain_layer(
+    implementation: ImplementationRef, inputs: Inputs, dtype: torch.dtype, silent: bool = False
+) -> nn.Module:
     """Builds the layer in plain torch, in `dtype`. The references of the operations compute everything but
     the router."""
     layer = layer_of(
         implementation, inputs, reference_of(expert_ffn_op), make_plan_op.get("counting"), topk="sort",
-        dtype=dtype, fused=False,
+        dtype=dtype, fused=False, silent=silent,
     )  # fmt: skip
     if dtype == torch.float64:
         for module in layer.modules():

@@ -15,6 +15,7 @@ neighbours, which is the same up to the order of columns in Wq and Wk.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from dataclasses import dataclass
 from typing import Any
@@ -283,6 +284,28 @@ class TransformersBlock:
             least = torch.finfo(x_BND.dtype).min
             mask_11NN = torch.full((1, 1, N, N), least, dtype=x_BND.dtype, device=x_BND.device).triu(1)
         return {"attention_mask": mask_11NN, "position_embeddings": (cos_NA[None], sin_NA[None])}
+
+
+def transformers_model(block: TransformersBlock, layers: int, norm_D: Tensor, head_VD: Tensor) -> Any:
+    """Returns Transformers' Qwen3MoeForCausalLM of that many layers, each with its own copy of the block's
+    weights. It has no embedding: model(inputs_embeds=x_BND)."""
+    modeling = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    config = copy.deepcopy(block.layer.self_attn.config)
+    config.num_hidden_layers, config.vocab_size, config.tie_word_embeddings = layers, len(head_VD), False
+    config.rope_parameters = {"rope_type": "default", "rope_theta": block.theta}
+    with torch.device("meta"):
+        model = modeling.Qwen3MoeForCausalLM(config)
+    model.model.embed_tokens = nn.Embedding(1, len(norm_D), dtype=norm_D.dtype)
+    model.model.rotary_emb = modeling.Qwen3MoeRotaryEmbedding(config=config)
+    for place in range(layers):
+        model.model.layers[place] = layer = copy.deepcopy(block.layer)
+        layer.self_attn.layer_idx = place
+        for module in layer.modules():  # one config, by which a model chooses its attention and its experts
+            if hasattr(module, "config"):
+                module.config = config
+    put_parameter(model.model.norm, "weight", norm_D)
+    put_parameter(model.lm_head, "weight", head_VD)
+    return model.eval().requires_grad_(False)
 
 
 def _config(modeling: Any, moe: MoE, experts: str, **sizes: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How much faster a block can become if one of its parts becomes infinitely fast."""
+"""How much faster a block or a model can become if one of its parts becomes infinitely fast."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ def ceilings(stages: Mapping[str, float] | None) -> list[str]:
     """A sentence for each large part, from the seconds of a block's stages. Empty if it is not a block.
 
     {"norms": 0.01, "attention": 0.28, "experts": 0.71}
-      -> ["experts are 71 % of this block; infinitely fast experts would give 3.4x", ...]
+      -> ["experts are 71 % of a call; infinitely fast experts would give 3.4x", ...]
     """
-    return ceilings_of([stages or {}], "this block")
+    return ceilings_of([stages or {}], "a call")
 
 
-def ceilings_of(blocks: Sequence[Mapping[str, float]], which: str = "these blocks") -> list[str]:
+def ceilings_of(blocks: Sequence[Mapping[str, float]], which: str = "these calls") -> list[str]:
     """The same for several blocks, with the smallest and the largest share.
 
-    -> ["experts are 71 to 83 % of these blocks; infinitely fast experts would give 3.4x to 5.9x", ...]
+    -> ["experts are 71 to 83 % of these calls; infinitely fast experts would give 3.4x to 5.9x", ...]
     """
     said = []
     for name, verb in PARTS.items():

@@ -148,6 +148,16 @@ def seed_moe_block() -> list[Experiment]:
     ]
 
 
+def whole_model() -> list[Experiment]:
+    """Four layers of OLMoE's sizes and lm_head: a prompt of 512 tokens, and a token after 128 or 2,048."""
+    return [
+        _case(
+            f"whole-model/{name}", "model", T, 2048, 1024, 64, 8, heads=16, kv_heads=16, layers=4, context=M
+        )
+        for name, T, M in (("prompt-512", 512, 0), ("decode-128", 1, 128), ("decode-2048", 1, 2048))
+    ]
+
+
 def gpu_quick() -> list[Experiment]:
     """Every op and the layer, for a GPU: sizes of our own, which a CPU judges in seconds."""
     scored, moved = (4096, 1, 1, 128, 8), (4096, 2048, 1, 64, 4)
@@ -291,8 +301,8 @@ SUITES: dict[str, Callable[[], list[Experiment]]] = {
     suite.__name__.replace("_", "-"): suite
     for suite in (
         seed_fused, seed_qwen, seed_pack, seed_grid, seed_routing, seed_moe_block, seed_dense, seed_attention,
-        seed_linear, seed_rmsnorm, seed_balance, topk_grid, gpu_quick, gpu_hour, cpu_grid, layouts,
-        soft_moe, regret,
+        seed_linear, seed_rmsnorm, seed_balance, whole_model, topk_grid, gpu_quick, gpu_hour, cpu_grid,
+        layouts, soft_moe, regret,
     )
 }  # fmt: skip
 

@@ -53,6 +53,7 @@ MAX_WEIGHT_BYTES = 256 * 2**20
 MAX_ACTIVATION_BYTES = 256 * 2**20
 MAX_FLOPS = 2e10
 ATTENTION = "attention"  # the span whose work grows with the length of a sequence, not with its tokens alone
+MODEL = "model"  # the span of more than one layer
 FEWER_TOKENS = "-tokens"  # ends the name of a case that has fewer tokens than asked for
 
 
@@ -141,7 +142,7 @@ class Experiment:
     """
 
     span: str = axis(
-        MISSING, "An op; or pack (dispatch and combine), routing, layer, block, decoder, parallel.",
+        MISSING, "An op; or pack (dispatch and combine), routing, layer, block, decoder, model, parallel.",
         compare="agree", plural="spans",
     )  # fmt: skip
     direction: str = axis(
@@ -185,6 +186,9 @@ class Experiment:
         0, "Keys of each sequence; 0: as many as its tokens.", flag="--context", asks=True, compare="row",
         since=3,
     )  # fmt: skip
+    layers: int = _what(
+        1, "Layers of the model, for the span model.", flag="--layers", asks=True, compare="row", since=3
+    )
     causal: bool = _what(
         True, "A query sees no later key.", flag="--causal/--no-causal", asks=True, compare="row", since=3
     )
@@ -290,6 +294,8 @@ class Experiment:
             raise ValueError("the same implementation in the same layout is named twice")
         if self.span == ATTENTION:
             _ = self.query_shape  # raises if there is none
+        if self.layers < 1 or (self.layers > 1 and self.span != MODEL):
+            raise ValueError(f"{self.layers} layers; the span {MODEL} has one or more, all others have one")
 
     @cached_property
     def shape(self) -> MoEShape:
@@ -352,7 +358,7 @@ class Experiment:
         """All weights in the case's dtype."""
         if not self.weights:
             return 0
-        return self._matrices * self.D * (self.E * self.F + self.shared_F) * self.element_size
+        return self.layers * self._matrices * self.D * (self.E * self.F + self.shared_F) * self.element_size
 
     @property
     def held_bytes(self) -> int:
@@ -376,7 +382,7 @@ class Experiment:
             return 4 * self.T * self.D * self.key_shape[2]
         if not self.weights:
             return 2 * pairs * self.D
-        return 2 * self._matrices * self.D * (pairs * self.F + self.T * self.shared_F)
+        return self.layers * 2 * self._matrices * self.D * (pairs * self.F + self.T * self.shared_F)
 
     @property
     def _matrices(self) -> int:

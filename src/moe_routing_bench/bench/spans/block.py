@@ -61,17 +61,21 @@ class BlockSpan(Span):
     excluded = (*Span.excluded, "rotary angles")
     weights = routed = in_stages = True
     case = "seed-moe-block"
+    options: Mapping[str, Mapping[str, str]] = OPTIONS
 
     def all_names(self) -> list[str]:
         return list(IMPLEMENTATIONS)
 
+    def read(self, name: str) -> tuple[str, dict[str, str]]:
+        return parse_block(name, self.options)
+
     def settled(self, implementation: ImplementationRef, case: Experiment) -> ImplementationRef:
         attention_of(case)  # raises if this block cannot represent the model
-        parse_block(implementation.name)
+        self.read(implementation.name)
         return replace(implementation, router=implementation.router or ROUTER)
 
     def has_frozen(self, implementation: ImplementationRef, case: Experiment) -> bool:
-        name, options = parse_block(implementation.name)
+        name, options = self.read(implementation.name)
         if name != "ours":
             return False
         if options["impl"] == "auto":
@@ -80,11 +84,11 @@ class BlockSpan(Span):
         return super().has_frozen(implementation, case)
 
     def parts(self, name: str) -> tuple[Implementation, ...]:
-        impl = parse_block(name)[1].get("impl", "auto")
+        impl = self.read(name)[1].get("impl", "auto")
         return () if impl == "auto" else (expert_ffn_op.get(impl),)
 
     def named(self, name: str) -> list[tuple[str, str]]:
-        impl = parse_block(name)[1].get("impl", "auto")
+        impl = self.read(name)[1].get("impl", "auto")
         return [] if impl == "auto" else [("expert_ffn", base_name(impl))]
 
     def origins(self, name: str) -> list[str]:
@@ -108,9 +112,9 @@ class BlockSpan(Span):
         self, implementation: ImplementationRef, inputs: Inputs, args: Mapping[str, Any]
     ) -> str | None:
         if inputs.experiment.direction != "forward":
-            return "only the forward pass of a block is measured"
+            return f"only the forward pass of a {self.name} is measured"
         try:
-            _implementation_block(implementation, inputs)
+            self.built(implementation, inputs)
         except (NotImplementedError, ValueError) as reason:
             return str(reason)
         return None
@@ -135,21 +139,23 @@ class BlockSpan(Span):
 
     def plain(self, implementation: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
         moe = moe_of(plain_layer(implementation, inputs, dtype))
-        block, by = _block(moe, "naive", inputs), _rotary(inputs, dtype)
+        block, by = block_of(moe, "naive", inputs), _rotary(inputs, dtype)
         return Computation(run=lambda x_BND: block(x_BND, by)[0])
 
     def facts(self, implementation: ImplementationRef, inputs: Inputs) -> tuple[Cost, Load]:
-        """Returns the work of the layer, the projections and causal attention, which is half of N x N."""
+        """Returns the work of the layer, the projections and causal attention: token n of a sequence sees n
+        tokens and all that came before the call."""
         cost, load = layer_span.facts(implementation, inputs)
         a, s, B = attention_of(inputs.experiment), inputs.experiment.shape, inputs.experiment.sequences
-        N = s.T // B
+        N, past = s.T // B, past_of(inputs.experiment)
         matrices = s.D * a.head_dim * (2 * a.heads + 2 * a.kv_heads)
-        flops = 2 * s.T * matrices + 4 * a.heads * a.head_dim * B * N * (N + 1) // 2
+        flops = 2 * s.T * matrices + 4 * a.heads * a.head_dim * B * (N * past + N * (N + 1) // 2)
         size = inputs.experiment.element_size
-        return cost + Cost(useful_flops=flops, executed_flops=flops, weight_bytes=matrices * size), load
+        cost += Cost(useful_flops=flops, executed_flops=flops, weight_bytes=matrices * size)
+        return cost + Cost(activation_bytes=2 * B * past * a.kv_heads * a.head_dim * size), load
 
     def resolved(self, implementation: ImplementationRef, inputs: Inputs) -> list[tuple[str, str]]:
-        name, options = parse_block(implementation.name)
+        name, options = self.read(implementation.name)
         if name != "ours":
             return []
         picked = layer_span.resolved(implementation, inputs)
@@ -176,6 +182,14 @@ def parse_block(text: str, known: Mapping[str, Mapping[str, str]] = OPTIONS) -> 
     return name, {**known[name], **{key: str(value) for key, value in given.items()}}
 
 
+def past_of(case: Experiment) -> int:
+    """Returns how many tokens of a sequence came before the call. ValueError if the context is too short."""
+    N = case.T // case.sequences
+    if case.context and case.context < N:
+        raise ValueError(f"a context of {case.context} tokens does not hold the {N} tokens of the call")
+    return case.context - N if case.context else 0
+
+
 def attention_of(case: Experiment) -> AttentionShape:
     """The attention of a case. By default heads of width 64, with four q heads for each k and v head."""
     group, D = case.case.partition("/")[0], case.D
@@ -187,12 +201,17 @@ def attention_of(case: Experiment) -> AttentionShape:
         return attention.scaled(D / full)
     head_dim = full // case.heads if case.heads else min(64, D // 2 * 2)
     heads = max(1, D // head_dim)
-    return AttentionShape(heads=heads, kv_heads=heads // 4 if heads % 4 == 0 else heads, head_dim=head_dim)
+    kv_heads = heads // 4 if heads % 4 == 0 else heads
+    if case.kv_heads:
+        kv_heads = max(1, heads * case.kv_heads // (case.heads or heads))
+    return AttentionShape(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
 
 def _implementation_block(
     implementation: ImplementationRef, inputs: Inputs
 ) -> tuple[DecoderBlock | TransformersBlock, str]:
+    if inputs.experiment.context:
+        raise NotImplementedError("a block begins a sequence; measure model, with --layers 1 and --context")
     name, options = parse_block(implementation.name)
     if name == "ours":
         picked = {"expert_ffn": options["impl"], **dict(span.resolved(implementation, inputs))}
@@ -201,10 +220,10 @@ def _implementation_block(
         _refuse(ffn, moe, inputs, implementation)
         parts = f"topk.{picked['topk']} + make_plan.{make_plan.label} + expert_ffn.{ffn.label}"
         parts += packed_once(moe.experts.weights())
-        return _block(moe, options["attention"], inputs), f"{options['attention']} attention, {parts}"
+        return block_of(moe, options["attention"], inputs), f"{options['attention']} attention, {parts}"
     staged, counting = expert_ffn_op.get("staged"), make_plan_op.get("counting")
     moe = moe_of(layer_of(implementation, inputs, staged, counting, topk="sort"))
-    theirs = TransformersBlock.of(_block(moe, "sdpa", inputs), **options)
+    theirs = TransformersBlock.of(block_of(moe, "sdpa", inputs), **options)
     attention, experts = options["attention"], options["experts"]
     return theirs, f"Transformers' Qwen3MoeDecoderLayer, {attention} attention, {experts} experts"
 
@@ -222,7 +241,7 @@ def _rotary(inputs: Inputs, dtype: torch.dtype) -> Rotary:
     return rotary(N, a.head_dim, a.theta, torch.empty((), dtype=dtype, device=inputs.put))
 
 
-def _block(moe: MoE, attention: str, inputs: Inputs) -> DecoderBlock:
+def block_of(moe: MoE, attention: str, inputs: Inputs) -> DecoderBlock:
     """A block around `moe` with the case's attention, in the dtype of the MoE."""
     a, D = attention_of(inputs.experiment), inputs.experiment.D
     dtype = moe.experts.w_in_EDG.dtype

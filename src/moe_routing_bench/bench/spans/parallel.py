@@ -1,4 +1,4 @@
-"""parallel: route, plan, send, experts, return. A MoE layer on --ranks processes, with tokens on each."""
+"""parallel: route, plan, send, experts and return, on --ranks processes."""
 
 from __future__ import annotations
 
