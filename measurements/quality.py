@@ -25,7 +25,7 @@ RUNS = HERE / "training"
 STUDIES = ("routers", "balance", "capacity", "chain", "specialise", "perft", "original")
 HEAD = (
     "study", "rule", "held-out loss", "difference", "at equal seconds", "step", "MFLOP a token",
-    "max violation", "decode",
+    "max violation",
 )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def studies_table() -> str:
     for study in STUDIES:
         found = load(study)
         for one in found["standings"]:
-            decode, violation = one["decode"].get("8"), one["max_violation"]
+            violation = one["max_violation"]
             lines.append((
                 study,
                 f"{one['rule']} *" if one["sees_future"] else one["rule"],
@@ -50,7 +50,6 @@ def studies_table() -> str:
                 f"{one['step_ratio']:.2f}",
                 f"{one['flops_per_token'] / 1e6:.2f}",
                 "" if violation is None else f"{violation:.2f}",
-                f"{decode:,.0f}" if decode else "",
             ))  # fmt: skip
     return table(HEAD, lines)
 

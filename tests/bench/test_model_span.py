@@ -68,6 +68,20 @@ def test_every_implementation_is_right_in_every_place(place: str, dtype: str, tm
     assert tried >= 3
 
 
+@pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not()))
+@pytest.mark.parametrize("store", ["int8", "int4_g32"])
+def test_stored_experts_are_right_and_other_formats_are_refused(store: str, tmp_path: Path) -> None:
+    experiment = replace(DECODE, dtype="bfloat16", store=store)
+    inputs, names = Inputs(experiment), span.stored_names(experiment)
+    for name in names:
+        one = span.settled(ImplementationRef.read(name), experiment)
+        assert judged(experiment, inputs, one, tmp_path) is Status.PASSED, name
+    assert span.facts(OURS, inputs)[0].weight_bytes < span.facts(OURS, Inputs(DECODE))[0].weight_bytes
+    other = ImplementationRef(name="ours(impl=native(store=q8_0))")
+    assert span.why_not(other, inputs, arguments(inputs)) is not None
+    assert span.why_not(ImplementationRef(name=names[-1]), Inputs(DECODE), arguments(inputs)) is not None
+
+
 def test_a_wrong_layer_and_a_wrong_key_are_seen(tmp_path: Path) -> None:
     inputs = Inputs(replace(DECODE, dtype="float32"))
     right = ImplementationRef(name="transformers")

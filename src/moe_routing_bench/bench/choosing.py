@@ -26,13 +26,11 @@ from moe_routing_bench.bench.spans.span import (
     is_ours,
     span_named,
     span_names,
-    stand_ins,
 )
 from moe_routing_bench.core.names import ArgumentError, split_words
 from moe_routing_bench.core.plan import Layout
 from moe_routing_bench.core.published import MODELS
 from moe_routing_bench.core.shapes import MoEShape
-from moe_routing_bench.formats.named import INT8_ROWS
 from moe_routing_bench.models.checkpoint import read_layer
 from moe_routing_bench.ops.auto import invariant_names
 from moe_routing_bench.ops.registry import all_ops
@@ -441,7 +439,7 @@ def _default_names(span: Span, case: Experiment, *, several: bool) -> list[str]:
     if several:  # routers or kinds of layer are compared, not implementations
         return ["auto"]
     if case.store:
-        return _stored_names(span, case)
+        return span.stored_names(case)
     if _suite(case.case) == REGRET:
         return list(IMPLEMENTATIONS[span.name])
     if _suite(case.case) == GPU_HOUR:
@@ -449,22 +447,6 @@ def _default_names(span: Span, case: Experiment, *, several: bool) -> list[str]:
     if _suite(case.case) not in ON_A_GPU:
         return span.usual()
     return [name for name in span.all_names() if not NOT_QUICK.search(name)]
-
-
-def _stored_names(span: Span, case: Experiment) -> list[str]:
-    """Returns the implementations of a stored case: weights in the case's dtype first, then stored weights,
-    fastest first, then other libraries that run here."""
-    stored = f"native(store={case.store})"
-    source = stand_ins(ImplementationRef(name=stored, layout=case.layout), case)
-    asked = all_ops()[span.name].arguments(source).values()
-    names = ["native"]
-    rows = f"(store={case.store}{INT8_ROWS})"
-    for name in (f"native{rows}", stored, f"llama_cpp{rows}", "vllm_cpu"):
-        try:
-            names += [name] if name == stored or span.parts(name)[0].why_not(*asked) is None else []
-        except NotImplementedError:  # a library is absent
-            continue
-    return names
 
 
 def made_experiments(

@@ -85,8 +85,11 @@ def answer(group: Group) -> str:
     cells = decided(group)
     if len(cells) == 1:
         (_, contest), (low, high) = cells[0], cells[0][1].lead.interval
-        said = f"{contest.winner} is {contest.lead.ratio:.2f}x faster than {contest.second}"
-        return f"{said} (99 % interval {low:.2f}x to {high:.2f}x); certain: {contest.certain}"
+        interval = f"99 % interval {low:.2f}x to {high:.2f}x"
+        if contest.ties:
+            said = f"{contest.winner} is not shown to be faster than {contest.second}"
+            return f"{said} ({contest.lead.ratio:.2f}x, {interval}); certain: {contest.certain}"
+        return f"{contest.winner} is {contest.lead.ratio:.2f}x faster than {contest.second} ({interval})"
     parts: list[str] = []
     for name, count in Counter(contest.winner for _, contest in cells).most_common(MAX_WINNERS):
         won = [contest for _, contest in cells if contest.winner == name]

@@ -11,6 +11,7 @@ from moe_routing_bench.formats import stored
 from moe_routing_bench.formats.named import INT8_ROWS, quantise
 
 SPAN = "expert_ffn"
+SPANS = (SPAN, "model")
 
 
 def check_store(store: str, shape: MoEShape, *, span: str, direction: str, checkpoint: str) -> None:
@@ -24,7 +25,7 @@ def check_store(store: str, shape: MoEShape, *, span: str, direction: str, check
     for depth in (shape.D, shape.F):
         bytes_per_weight(store, depth)  # raises if there is no such format
     unlike = {
-        f"in {SPAN}, not in {span}": span != SPAN,
+        f"in {' and '.join(SPANS)}, not in {span}": span not in SPANS,
         f"forward, not {direction}": direction != "forward",
         "as they are drawn, not from a checkpoint": bool(checkpoint),
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -146,6 +147,9 @@ class BlockSpan(Span):
         """Returns the work of the layer, the projections and causal attention: token n of a sequence sees n
         tokens and all that came before the call."""
         cost, load = layer_span.facts(implementation, inputs)
+        if inputs.experiment.store:
+            part = Fraction(inputs.experiment.weight_bytes, inputs.experiment.drawn_bytes)
+            cost = replace(cost, weight_bytes=round(cost.weight_bytes * part))
         a, s, B = attention_of(inputs.experiment), inputs.experiment.shape, inputs.experiment.sequences
         N, past = s.T // B, past_of(inputs.experiment)
         matrices = s.D * a.head_dim * (2 * a.heads + 2 * a.kv_heads)

@@ -2,7 +2,7 @@
 
 An implementation is transformers(attention=sdpa|eager,experts=grouped_mm|batched_mm|eager), or
 ours(attention=sdpa|ours,impl=...,linears=True): the same model with our plug-in, and after plugin.freeze for
-frozen(...). linears=True freezes the dense matrices too.
+frozen(...) and for native(store=...). linears=True freezes the dense matrices too, without rounding them.
 
 All layers have the same random weights, each in memory of its own, so the oracle holds one layer in float64.
 The router follows the workload in every layer, as in the span block. Keys and values of the tokens before the
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_routing_bench.bench.inputs import Inputs
-from moe_routing_bench.bench.layers import layer_of, moe_of, plain_layer
+from moe_routing_bench.bench.layers import layer_of, moe_of, plain_layer, reference_of
 from moe_routing_bench.bench.spans.block import BlockSpan, attention_of, block_of, past_of
 from moe_routing_bench.bench.spans.span import (
     PACKED_ONCE,
@@ -32,11 +33,14 @@ from moe_routing_bench.bench.spans.span import (
     Stage,
     auto_label,
     stand_ins,
+    why_not_stored,
 )
 from moe_routing_bench.core.cost import Cost
+from moe_routing_bench.formats.named import INT8_ROWS
 from moe_routing_bench.models.decoder import Cache, TransformersBlock, rotary, transformers_model
 from moe_routing_bench.models.linears import FrozenLinear
 from moe_routing_bench.ops.expert_ffn.op import op as expert_ffn_op
+from moe_routing_bench.ops.expert_ffn.op import with_int8_rows
 from moe_routing_bench.ops.make_plan.op import op as make_plan_op
 from moe_routing_bench.workloads.experiment import Experiment, ImplementationRef
 
@@ -56,7 +60,7 @@ class ModelSpan(BlockSpan):
     name = "model"
     included = ("rotary angles", "norms", "attention", "cache", "routers", "experts", "lm_head")
     excluded = (*Span.excluded, "embedding")
-    case = "whole-model"
+    case = "whole-model/decode-128"
     options: Mapping[str, Mapping[str, str]] = {
         "ours": {"attention": "sdpa", "impl": "auto", "linears": "False"},
         "transformers": {"attention": "sdpa", "experts": "grouped_mm"},
@@ -64,6 +68,11 @@ class ModelSpan(BlockSpan):
 
     def all_names(self) -> list[str]:
         return list(IMPLEMENTATIONS)
+
+    def stored_names(self, case: Experiment) -> list[str]:
+        stored, rows = (f"impl=native(store={case.store}{also})" for also in ("", INT8_ROWS))
+        ours = (stored, rows, f"attention=ours,linears=True,{rows}")
+        return ["transformers", "frozen(ours)", *(f"ours({one})" for one in ours)]
 
     def built(self, implementation: ImplementationRef, inputs: Inputs) -> Computation:
         model, runs = self._model(implementation, inputs)
@@ -108,6 +117,8 @@ class ModelSpan(BlockSpan):
 
     def plain(self, implementation: ImplementationRef, inputs: Inputs, dtype: torch.dtype) -> Computation:
         moe = moe_of(plain_layer(implementation, inputs, dtype, silent=True))
+        if implementation.int8_rows and dtype == inputs.dtype:
+            moe.expert_ffn = replace(reference_of(expert_ffn_op), run=with_int8_rows)
         block, (norm_D, head_VD) = block_of(moe, "naive", inputs), _ends(inputs)
         a, case = attention_of(inputs.experiment), inputs.experiment
         past, before, N = _past(inputs), past_of(case), case.T // case.sequences
@@ -144,7 +155,10 @@ class ModelSpan(BlockSpan):
 
     def notes(self, case: Experiment) -> list[str]:
         layers = "layer" if case.layers == 1 else "layers"
-        return [*super().notes(case), f"The model has {case.layers} {layers} and random weights."]
+        said = [*super().notes(case), f"The model has {case.layers} {layers} and random weights."]
+        if case.store:
+            said.append(f"Right is the result with the experts' weights rounded to {case.store}.")
+        return said
 
     def _model(self, implementation: ImplementationRef, inputs: Inputs) -> tuple[Any, str]:
         """Returns the model of an implementation, and what runs in it. Models share what has equal form."""
@@ -154,15 +168,19 @@ class ModelSpan(BlockSpan):
         known, case = inputs.made, inputs.experiment
         if implementation in known:
             return known[implementation]
+        for part in self.parts(implementation.name):
+            if (reason := why_not_stored(part, case.store)) is not None:
+                raise NotImplementedError(reason)
         if "transformers" not in known:
             known["transformers"] = _transformers(implementation, inputs)
         plain, linears = known["transformers"], options.get("linears") == "True"
+        stored = any(part.stored is not None for part in self.parts(implementation.name))
         attention = options["attention"]
         if name == "transformers":
             model = _sharing(plain)
             model.set_experts_implementation(options["experts"])
             runs = f"{options['experts']} experts"
-        elif not implementation.frozen:
+        elif not (implementation.frozen or stored):
             if linears:
                 raise NotImplementedError("linears=True packs the dense matrices; ask for frozen(ours(...))")
             model = _sharing(plain)
@@ -171,10 +189,12 @@ class ModelSpan(BlockSpan):
         else:
             packed = ("frozen", options["impl"])
             if packed not in known:
-                known[packed] = copy.deepcopy(plain)
-                plugin.freeze(known[packed], options["impl"])
+                model = _transformers(implementation, inputs, drawn=stored)
+                plugin.freeze(model, options["impl"])
+                known[packed] = model
             model = _sharing(known[packed], ".experts." if linears else "")
-            plugin.freeze(model, options["impl"], linears=linears)
+            if linears:
+                plugin.freeze(model, linears=True)
             runs = plugin.implementations(model, case.T)[0].implementation + PACKED_ONCE
         if attention == "ours":
             if case.T > case.sequences and past_of(case):
@@ -187,7 +207,11 @@ class ModelSpan(BlockSpan):
         return known[implementation]
 
 
-def _transformers(implementation: ImplementationRef, inputs: Inputs) -> Any:
+def _transformers(implementation: ImplementationRef, inputs: Inputs, *, drawn: bool = False) -> Any:
+    """drawn: with the weights as they are before they are stored."""
+    if drawn:
+        inputs = copy.copy(inputs)
+        vars(inputs).update(weights=inputs.drawn, made={})
     staged, counting = expert_ffn_op.get("staged"), make_plan_op.get("counting")
     moe = moe_of(layer_of(implementation, inputs, staged, counting, topk="sort", silent=True))
     block = TransformersBlock.of(block_of(moe, "sdpa", inputs))

@@ -19,11 +19,13 @@ from moe_routing_bench.bench.spans.span import (
     Span,
     Stage,
     packed_once,
+    stand_ins,
     why_not_one_of,
 )
 from moe_routing_bench.core.accuracy import Expected, GradientOf, Verdict
 from moe_routing_bench.core.cost import Cost
 from moe_routing_bench.core.experts import activate
+from moe_routing_bench.formats.named import INT8_ROWS
 from moe_routing_bench.ops.registry import Op, all_ops
 from moe_routing_bench.workloads.experiment import ATTENTION, Experiment, ImplementationRef
 
@@ -41,6 +43,18 @@ class OpSpan(Span):
     @property
     def summary(self) -> str:
         return self.op.summary
+
+    def stored_names(self, case: Experiment) -> list[str]:
+        stored = f"native(store={case.store})"
+        source = stand_ins(ImplementationRef(name=stored, layout=case.layout), case)
+        asked, names = self.op.arguments(source).values(), ["native"]
+        rows = f"(store={case.store}{INT8_ROWS})"
+        for name in (f"native{rows}", stored, f"llama_cpp{rows}", "vllm_cpu"):
+            try:
+                names += [name] if name == stored or self.op.get(name).why_not(*asked) is None else []
+            except NotImplementedError:  # a library is absent
+                continue
+        return names
 
     def arguments(self, call: Call) -> dict[str, Any]:
         return self.op.arguments(call)

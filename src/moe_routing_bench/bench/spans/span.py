@@ -163,6 +163,11 @@ class Span:
         op = all_ops()[self.decides]
         return [*op.usual, *(name for name in op.names() if op.origin(name) != BUILT_IN)]
 
+    def stored_names(self, case: Experiment) -> list[str]:
+        """Returns what is compared if weights are stored in the case's format: those who take weights in the
+        case's dtype first."""
+        raise NotImplementedError
+
     # one call
 
     def call(self, implementation: ImplementationRef, inputs: Inputs, number: int, step: int) -> Call:
