@@ -295,8 +295,8 @@ def transformers_model(block: TransformersBlock, layers: int, norm_D: Tensor, he
     config.rope_parameters = {"rope_type": "default", "rope_theta": block.theta}
     with torch.device("meta"):
         model = modeling.Qwen3MoeForCausalLM(config)
-    model.model.embed_tokens = nn.Embedding(1, len(norm_D), dtype=norm_D.dtype)
-    model.model.rotary_emb = modeling.Qwen3MoeRotaryEmbedding(config=config)
+    model.model.embed_tokens = nn.Embedding(1, len(norm_D), device=norm_D.device, dtype=norm_D.dtype)
+    model.model.rotary_emb = modeling.Qwen3MoeRotaryEmbedding(config=config).to(norm_D.device)
     for place in range(layers):
         model.model.layers[place] = layer = copy.deepcopy(block.layer)
         layer.self_attn.layer_idx = place

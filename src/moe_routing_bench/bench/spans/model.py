@@ -189,7 +189,7 @@ class ModelSpan(BlockSpan):
         else:
             packed = ("frozen", options["impl"])
             if packed not in known:
-                model = _transformers(implementation, inputs, drawn=stored)
+                model = _drawn(implementation, inputs) if stored else copy.deepcopy(plain)
                 plugin.freeze(model, options["impl"])
                 known[packed] = model
             model = _sharing(known[packed], ".experts." if linears else "")
@@ -207,11 +207,14 @@ class ModelSpan(BlockSpan):
         return known[implementation]
 
 
-def _transformers(implementation: ImplementationRef, inputs: Inputs, *, drawn: bool = False) -> Any:
-    """drawn: with the weights as they are before they are stored."""
-    if drawn:
-        inputs = copy.copy(inputs)
-        vars(inputs).update(weights=inputs.drawn, made={})
+def _drawn(implementation: ImplementationRef, inputs: Inputs) -> Any:
+    """Returns the model with the weights as they are before they are stored."""
+    other = copy.copy(inputs)
+    vars(other).update(weights=inputs.drawn, made={})
+    return _transformers(implementation, other)
+
+
+def _transformers(implementation: ImplementationRef, inputs: Inputs) -> Any:
     staged, counting = expert_ffn_op.get("staged"), make_plan_op.get("counting")
     moe = moe_of(layer_of(implementation, inputs, staged, counting, topk="sort", silent=True))
     block = TransformersBlock.of(block_of(moe, "sdpa", inputs))
