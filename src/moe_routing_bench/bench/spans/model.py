@@ -171,27 +171,23 @@ class ModelSpan(BlockSpan):
         for part in self.parts(implementation.name):
             if (reason := why_not_stored(part, case.store)) is not None:
                 raise NotImplementedError(reason)
-        if "transformers" not in known:
-            known["transformers"] = _transformers(implementation, inputs)
-        plain, linears = known["transformers"], options.get("linears") == "True"
+        linears, attention = options.get("linears") == "True", options["attention"]
         stored = any(part.stored is not None for part in self.parts(implementation.name))
-        attention = options["attention"]
         if name == "transformers":
-            model = _sharing(plain)
+            model = self._plain(implementation, inputs)
             model.set_experts_implementation(options["experts"])
             runs = f"{options['experts']} experts"
         elif not (implementation.frozen or stored):
             if linears:
                 raise NotImplementedError("linears=True packs the dense matrices; ask for frozen(ours(...))")
-            model = _sharing(plain)
+            model = self._plain(implementation, inputs)
             model.set_experts_implementation(plugin.register(options["impl"]))
             runs = plugin.implementations(model, case.T)[0].implementation
         else:
             packed = ("frozen", options["impl"])
             if packed not in known:
-                model = _drawn(implementation, inputs) if stored else copy.deepcopy(plain)
-                plugin.freeze(model, options["impl"])
-                known[packed] = model
+                given = _unrounded(inputs) if stored else inputs
+                known[packed] = _packed(implementation, given, options["impl"])
             model = _sharing(known[packed], ".experts." if linears else "")
             if linears:
                 plugin.freeze(model, linears=True)
@@ -206,19 +202,34 @@ class ModelSpan(BlockSpan):
         known[implementation] = model, runs + (f", {packed_once} dense matrices packed" if linears else "")
         return known[implementation]
 
+    def _plain(self, implementation: ImplementationRef, inputs: Inputs) -> Any:
+        if "transformers" not in inputs.made:
+            block, layers = _block(implementation, inputs), inputs.experiment.layers
+            inputs.made["transformers"] = transformers_model(block, layers, *_ends(inputs))
+        return _sharing(inputs.made["transformers"])
 
-def _drawn(implementation: ImplementationRef, inputs: Inputs) -> Any:
-    """Returns the model with the weights as they are before they are stored."""
+
+def _unrounded(inputs: Inputs) -> Inputs:
+    """Returns inputs with the weights as they are before they are stored."""
     other = copy.copy(inputs)
     vars(other).update(weights=inputs.drawn, made={})
-    return _transformers(implementation, other)
+    return other
 
 
-def _transformers(implementation: ImplementationRef, inputs: Inputs) -> Any:
+def _block(implementation: ImplementationRef, inputs: Inputs) -> TransformersBlock:
     staged, counting = expert_ffn_op.get("staged"), make_plan_op.get("counting")
     moe = moe_of(layer_of(implementation, inputs, staged, counting, topk="sort", silent=True))
-    block = TransformersBlock.of(block_of(moe, "sdpa", inputs))
-    return transformers_model(block, inputs.experiment.layers, *_ends(inputs))
+    return TransformersBlock.of(block_of(moe, "sdpa", inputs))
+
+
+def _packed(implementation: ImplementationRef, inputs: Inputs, impl: str) -> Any:
+    """Returns the model with frozen experts. One layer is packed, and the others are copies of it."""
+    import moe_routing_bench.models.transformers as plugin
+
+    block, ends = _block(implementation, inputs), _ends(inputs)
+    one = transformers_model(block, 1, *ends)
+    plugin.freeze(one, impl)
+    return transformers_model(replace(block, layer=one.model.layers[0]), inputs.experiment.layers, *ends)
 
 
 def _sharing(model: Any, part: str = "") -> Any:
