@@ -117,6 +117,17 @@ def test_each_layer_has_memory_of_its_own_and_implementations_share_it() -> None
 
 
 @pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not()))
+def test_each_layer_has_frozen_and_stored_experts_of_its_own() -> None:
+    stored = replace(DECODE, store="int8")
+    for case, names in ((DECODE, ("frozen(ours)",)), (stored, span.stored_names(stored)[2:])):
+        inputs = Inputs(case)
+        for name in names:
+            model = span.built(span.settled(ImplementationRef.read(name), case), inputs).owner
+            panels = [layer.mlp.experts.down_proj.panels.data_ptr() for layer in model.model.layers]
+            assert len(set(panels)) == 3, name
+
+
+@pytest.mark.skipif(cpp.why_not() is not None, reason=str(cpp.why_not()))
 def test_what_runs_is_named() -> None:
     inputs = Inputs(DECODE)
     runs = [span.built(one, inputs).runs for one in (OURS, FROZEN, WHOLE)]

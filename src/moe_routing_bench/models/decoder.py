@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -286,18 +287,18 @@ class TransformersBlock:
         return {"attention_mask": mask_11NN, "position_embeddings": (cos_NA[None], sin_NA[None])}
 
 
-def transformers_model(block: TransformersBlock, layers: int, norm_D: Tensor, head_VD: Tensor) -> Any:
-    """Returns Transformers' Qwen3MoeForCausalLM of that many layers, each with its own copy of the block's
-    weights. It has no embedding: model(inputs_embeds=x_BND)."""
+def transformers_model(blocks: Sequence[TransformersBlock], norm_D: Tensor, head_VD: Tensor) -> Any:
+    """Returns Transformers' Qwen3MoeForCausalLM with a layer for each block. It copies plain weights, so that
+    equal blocks share no memory; frozen ones it shares. It has no embedding: model(inputs_embeds=x_BND)."""
     modeling = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
-    config = copy.deepcopy(block.layer.self_attn.config)
-    config.num_hidden_layers, config.vocab_size, config.tie_word_embeddings = layers, len(head_VD), False
-    config.rope_parameters = {"rope_type": "default", "rope_theta": block.theta}
+    config = copy.deepcopy(blocks[0].layer.self_attn.config)
+    config.num_hidden_layers, config.vocab_size, config.tie_word_embeddings = len(blocks), len(head_VD), False
+    config.rope_parameters = {"rope_type": "default", "rope_theta": blocks[0].theta}
     with torch.device("meta"):
         model = modeling.Qwen3MoeForCausalLM(config)
     model.model.embed_tokens = nn.Embedding(1, len(norm_D), device=norm_D.device, dtype=norm_D.dtype)
     model.model.rotary_emb = modeling.Qwen3MoeRotaryEmbedding(config=config).to(norm_D.device)
-    for place in range(layers):
+    for place, block in enumerate(blocks):
         model.model.layers[place] = layer = copy.deepcopy(block.layer)
         layer.self_attn.layer_idx = place
         for module in layer.modules():  # one config, by which a model chooses its attention and its experts

@@ -204,8 +204,8 @@ class ModelSpan(BlockSpan):
 
     def _plain(self, implementation: ImplementationRef, inputs: Inputs) -> Any:
         if "transformers" not in inputs.made:
-            block, layers = _block(implementation, inputs), inputs.experiment.layers
-            inputs.made["transformers"] = transformers_model(block, layers, *_ends(inputs))
+            blocks = [_block(implementation, inputs)] * inputs.experiment.layers
+            inputs.made["transformers"] = transformers_model(blocks, *_ends(inputs))
         return _sharing(inputs.made["transformers"])
 
 
@@ -223,13 +223,15 @@ def _block(implementation: ImplementationRef, inputs: Inputs) -> TransformersBlo
 
 
 def _packed(implementation: ImplementationRef, inputs: Inputs, impl: str) -> Any:
-    """Returns the model with frozen experts. One layer is packed, and the others are copies of it."""
+    """Returns the model with frozen experts, whose copies would share memory: each layer is packed anew."""
     import moe_routing_bench.models.transformers as plugin
 
-    block, ends = _block(implementation, inputs), _ends(inputs)
-    one = transformers_model(block, 1, *ends)
-    plugin.freeze(one, impl)
-    return transformers_model(replace(block, layer=one.model.layers[0]), inputs.experiment.layers, *ends)
+    block, ends, blocks = _block(implementation, inputs), _ends(inputs), list[TransformersBlock]()
+    for _ in range(inputs.experiment.layers):
+        one = transformers_model([block], *ends)
+        plugin.freeze(one, impl)
+        blocks.append(replace(block, layer=one.model.layers[0]))
+    return transformers_model(blocks, *ends)
 
 
 def _sharing(model: Any, part: str = "") -> Any:
