@@ -188,6 +188,8 @@ class ModelSpan(BlockSpan):
             if packed not in known:
                 given = _unrounded(inputs) if stored else inputs
                 known[packed] = _packed(implementation, given, options["impl"])
+                for name in ("drawn", "_stored"):  # as large as a layer, and made again if asked for
+                    vars(inputs).pop(name, None)
             model = _sharing(known[packed], ".experts." if linears else "")
             if linears:
                 plugin.freeze(model, linears=True)
