@@ -76,6 +76,7 @@ def test_stored_experts_are_right_and_other_formats_are_refused(store: str, tmp_
     for name in names:
         one = span.settled(ImplementationRef.read(name), experiment)
         assert judged(experiment, inputs, one, tmp_path) is Status.PASSED, name
+    assert len(set(map(span.label, names))) == len(names)
     assert span.facts(OURS, inputs)[0].weight_bytes < span.facts(OURS, Inputs(DECODE))[0].weight_bytes
     other = ImplementationRef(name="ours(impl=native(store=q8_0))")
     assert span.why_not(other, inputs, arguments(inputs)) is not None

@@ -149,12 +149,12 @@ def seed_moe_block() -> list[Experiment]:
 
 
 def whole_model() -> list[Experiment]:
-    """Four layers of OLMoE's sizes and lm_head: a prompt of 512 tokens, and a token after 128 or 2,048."""
+    """Four layers of OLMoE's sizes and lm_head: a prompt of 128 tokens, and a token after 128 or 2,048."""
     return [
         _case(
             f"whole-model/{name}", "model", T, 2048, 1024, 64, 8, heads=16, kv_heads=16, layers=4, context=M
         )
-        for name, T, M in (("prompt-512", 512, 0), ("decode-128", 1, 128), ("decode-2048", 1, 2048))
+        for name, T, M in (("prompt-128", 128, 0), ("decode-128", 1, 128), ("decode-2048", 1, 2048))
     ]
 
 

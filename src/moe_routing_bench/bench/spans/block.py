@@ -88,6 +88,9 @@ class BlockSpan(Span):
         impl = self.read(name)[1].get("impl", "auto")
         return () if impl == "auto" else (expert_ffn_op.get(impl),)
 
+    def label(self, name: str) -> str:
+        return name  # its attention and its experts name it together
+
     def named(self, name: str) -> list[tuple[str, str]]:
         impl = self.read(name)[1].get("impl", "auto")
         return [] if impl == "auto" else [("expert_ffn", base_name(impl))]
