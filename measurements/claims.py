@@ -19,6 +19,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import figures
 import page_claims
 import typer
 from sweeps import RECORDS, unpack
@@ -132,15 +133,16 @@ def regrets() -> tuple[int, int]:
 # whole models
 
 
-def generation() -> tuple[object, ...]:
-    found = measured("cpu/generation.json")
-
-    def gain(part: str, ours: str = "moe_routing_bench") -> str:
-        times = {name: one[part]["ratio"][0] for name, one in found["subjects"].items() if part in one}
-        return f"{min(times[name] for name in ('eager', 'grouped_mm')) / times[ours]:.2f}"
-
-    everywhere = (gain(part, "ours everywhere") for part in ("prefill", "decode"))
-    return gain("prefill"), found["prompt"], gain("decode"), found["new"], *everywhere
+def whole_model() -> tuple[str, ...]:
+    gains = figures.model_gains({"whole-model": figures.read_topic("whole-model")})
+    frozen, everything = 1, 2
+    asked = (
+        ("prompt-128", None, frozen), ("decode-128", None, frozen), ("prompt-128", None, everything),
+        ("decode-128", None, everything), ("decode-128", "int4_g32", everything),
+    )  # fmt: skip
+    found = [gains[case, store][which] for case, store, which in asked]
+    assert all(gain and gain.sure for gain in found)
+    return tuple(f"{gain.ratio:.2f}" for gain in found if gain)
 
 
 def numbers_in(name: str, start: str, pattern: str = r"\d[\d.]*") -> list[str]:
@@ -241,11 +243,11 @@ def claims() -> list[Claim]:
         ],
         "docs/howto/speed_up_my_model.md": [
             (
-                "was {}x faster than with Transformers' best experts on a prompt of {} tokens, "
-                "and {}x faster when it generated {} tokens one by one; with our attention and dense "
-                "matrices too, {}x and {}x",
-                "cpu/generation.json",
-                generation,
+                "runs a prompt of 128 tokens {}x faster than with Transformers' best experts, and a token "
+                "after 128 others {}x faster; with our attention and dense matrices too, {}x and {}x, and "
+                "{}x with experts in 4 bits",
+                "records/whole-model.tar.xz",
+                whole_model,
             ),
         ],
         "docs/howto/use_other_engines.md": [

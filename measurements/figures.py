@@ -60,7 +60,8 @@ SELECT suite, "case", dtype, store, error, workload, direction, impl, layout, ro
 FROM records WHERE status = 'PASSED' AND role IN ('baseline', 'candidate')
 QUALIFY row_number() OVER (
   PARTITION BY span, "case", dtype, workload, direction, impl, layout, router, threads,
-    CASE WHEN span IN ('attention', 'linear', 'rms_norm', 'decoder') THEN coalesce(baseline, impl) END
+    CASE WHEN span IN ('attention', 'linear', 'rms_norm', 'decoder') THEN coalesce(baseline, impl)
+      WHEN span = 'model' THEN store END
   ORDER BY created_at DESC, record_id DESC) = 1
 ORDER BY dtype, "case", workload, ratio, impl, layout, router, direction, threads
 """
@@ -342,6 +343,7 @@ def document(all_records: Mapping[str, Records]) -> str:
         *_peers_section(all_records),
         *_attention_section(all_records),
         *_dense_section(all_records),
+        *_model_section(all_records),
         *_linear_section(all_records),
         *_balance_section(all_records),
         *_seed_grid_section(all_records),
@@ -946,6 +948,66 @@ def _dense_section(all_records: Mapping[str, Records]) -> list[str]:
         ), *_below(goals)],
         "seed-dense",
         cells=all_records["seed-dense"].rows,
+    )  # fmt: skip
+
+
+def _our_models(store: str | None) -> tuple[tuple[str, ...], ...]:
+    """Our models as built, with frozen or stored experts, and with all that is ours."""
+    if store is None:
+        return ("ours",), ("frozen(ours)",), ("frozen(ours(attention=ours,linears=True))",)
+    stored = [f"impl=native(store={store}{rows})" for rows in ("", "_a8")]
+    return (), tuple(f"ours({one})" for one in stored), (f"ours(attention=ours,linears=True,{stored[1]})",)
+
+
+def _models(all_records: Mapping[str, Records]) -> dict[tuple[str, str | None], Cell]:
+    """Case and format of the experts -> rows."""
+    found: dict[tuple[str, str | None], list[Row]] = {}
+    for case, by in by_case(all_records, "whole-model").items():
+        for row in by.get(BFLOAT16, ()):
+            store = row["store"] or None
+            found.setdefault((case.removesuffix(f"-{store}"), store), []).append(row)
+    return dict(sorted(found.items(), key=lambda one: (one[0][0], one[0][1] or "")))
+
+
+def model_gains(all_records: Mapping[str, Records]) -> dict[tuple[str, str | None], list[Gain | None]]:
+    """Case and format -> how many times faster ours are than the best of Transformers: `_our_models`."""
+    return {
+        key: [gain_over(cell, ours, _transformers(cell)) for ours in _our_models(key[1])]
+        for key, cell in _models(all_records).items()
+    }
+
+
+def _transformers(cell: Cell) -> list[str]:
+    return [name for name in newest(cell) if name.startswith("transformers")]
+
+
+def _share_of_experts(row: Row | None) -> str:
+    if row is None or not row["stage_seconds"]:
+        return "-"
+    return percent(1e3 * row["stage_seconds"]["experts"], row["median_ms"])
+
+
+def _model_section(all_records: Mapping[str, Records]) -> list[str]:
+    gains = model_gains(all_records)
+
+    def line(case: str, store: str | None, cell: Cell) -> tuple[str, ...]:
+        theirs, mine = (_fastest(cell, names) for names in (_transformers(cell), _our_models(store)[2]))
+        shares = (_share_of_experts(row) for row in (theirs, mine))
+        return case, store or BFLOAT16, _ms(theirs), _ms(mine), *shares, *map(_maybe, gains[case, store])
+
+    known = [gain.ratio for row in gains.values() for gain in row[1:] if gain]
+    finding = f"is {_range(known)} as fast as with Transformers' experts" if known else ""
+    return _section(
+        f"A whole model {finding}",
+        "Four layers of OLMoE's sizes and lm_head. Transformers: their best experts, in bfloat16, and SDPA. "
+        "All ours: our attention and dense matrices too.",
+        table(
+            ("case", "experts", "Transformers ms", "all ours ms", "experts' share: Transformers",
+             "experts' share: all ours", "gain as built", "gain frozen or stored", "gain all ours"),
+            [line(*key, cell) for key, cell in _models(all_records).items()],
+        ),
+        "whole-model",
+        cells=all_records["whole-model"].rows,
     )  # fmt: skip
 
 

@@ -271,6 +271,30 @@ TOPICS = {
         minutes=9,
         by_case=True,
     ),
+    "whole-model": Topic(
+        shows="a model of four layers in Transformers: their experts and ours, then all ours",
+        sweep=_dense("whole-model/decode-128", 150, threads=THREADS),
+        again=(
+            _dense("whole-model/decode-2048", 150, threads=THREADS),
+            _dense(
+                "whole-model/prompt-128", 420, "--checked 1",
+                '--impl "transformers,transformers(experts=eager),ours,frozen(ours)"',
+                '--impl "frozen(ours(attention=ours,linears=True))"', threads=THREADS,
+            ),
+            *(
+                _dense(
+                    f"whole-model/decode-128 --store {store}", 180,
+                    f'--impl "transformers,ours(impl=native(store={store}))"',
+                    f'--impl "ours(impl=native(store={store}_a8))"',
+                    f'--impl "ours(attention=ours,linears=True,impl=native(store={store}_a8))"',
+                    threads=THREADS,
+                )
+                for store in ("int8", "int4_g32")
+            ),
+        ),
+        minutes=18,
+        by_case=True,
+    ),
     "seed-balance": Topic(
         shows="uneven load against time, in three layouts",
         sweep=(
