@@ -30,7 +30,7 @@ def document(**changes: Any) -> dict[str, Any]:
             "span": "expert_ffn", "direction": "forward", "case": "seed-fused/32x7168~scaled", "T": 32,
             "D": 1792, "F": 64, "E": 64, "K": 8, "W": 1, "dtype": "float32", "store": "",
             "activation": "swiglu", "bias": False, "shared_F": 0, "heads": 0, "kv_heads": 0, "sequences": 1,
-            "context": 0, "causal": True, "window": 0, "rotary": False, "layout": "compact",
+            "context": 0, "layers": 1, "causal": True, "window": 0, "rotary": False, "layout": "compact",
             "weights": True, "checkpoint": "", "checkpoint_layer": 0,
             "scaled_from": "seed-fused/32x7168", "workload": "zipf(1.2)", "seed": 0, "device": "cpu",
             "threads": 1, "cache": "hot", "view": "host_wall", "processes": 1, "max_rounds": 1000,
