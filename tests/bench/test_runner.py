@@ -66,6 +66,9 @@ def test_no_honest_implementation_is_rejected(span, layout):
         assert one.status in (Status.PASSED, Status.UNSUPPORTED), f"{one.label}: {one.status} {one.reason}"
         assert (len(one.samples) == 8) == (one.status is Status.PASSED)
     passed = [one for one in outcome.implementations if one.status is Status.PASSED]
+    if (span, layout) == ("parallel", "block(8)"):  # ranks send rows without blocks
+        assert not passed
+        return
     assert passed and outcome.baseline is passed[0]
     for one in passed[1:]:  # an installed package is code from outside, whose calls are drawn by lot
         assert one.checked_timed_calls >= (2 if one.origin == BUILT_IN else 1) and one.comparison
