@@ -389,7 +389,8 @@ def measurable(recorded: RecordedExperiment) -> Experiment:
         from moe_routing_bench.bench.spans.span import span_named  # imports torch, for old records alone
 
         known["weights"] = span_named(recorded.span).weights
-    known["implementations"] = tuple(ImplementationRef(**dict(one)) for one in known["implementations"])
+    named = known.get("implementations", ())
+    known["implementations"] = tuple(ImplementationRef(**dict(one)) for one in named)
     return Experiment(**known)
 
 
