@@ -137,10 +137,10 @@ def whole_model() -> tuple[str, ...]:
     gains = figures.model_gains({"whole-model": figures.read_topic("whole-model")})
     frozen, everything = 1, 2
     asked = (
-        ("prompt-128", None, frozen), ("decode-128", None, frozen), ("prompt-128", None, everything),
-        ("decode-128", None, everything), ("decode-128", "int4_g32", everything),
+        ("prompt-128", frozen), ("decode-128", frozen), ("prompt-128", everything),
+        ("decode-128", everything), ("decode-128-int4_g32", everything),
     )  # fmt: skip
-    found = [gains[case, store][which] for case, store, which in asked]
+    found = [gains[case][which] for case, which in asked]
     assert all(gain and gain.sure for gain in found)
     return tuple(f"{gain.ratio:.2f}" for gain in found if gain)
 

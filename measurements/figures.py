@@ -60,8 +60,7 @@ SELECT suite, "case", dtype, store, error, workload, direction, impl, layout, ro
 FROM records WHERE status = 'PASSED' AND role IN ('baseline', 'candidate')
 QUALIFY row_number() OVER (
   PARTITION BY span, "case", dtype, workload, direction, impl, layout, router, threads,
-    CASE WHEN span IN ('attention', 'linear', 'rms_norm', 'decoder') THEN coalesce(baseline, impl)
-      WHEN span = 'model' THEN store END
+    CASE WHEN span IN ('attention', 'linear', 'rms_norm', 'decoder') THEN coalesce(baseline, impl) END
   ORDER BY created_at DESC, record_id DESC) = 1
 ORDER BY dtype, "case", workload, ratio, impl, layout, router, direction, threads
 """
@@ -294,12 +293,19 @@ def default_times(all_records: Mapping[str, Records]) -> dict[str, dict[int, tup
     return {name: dict(sorted(by_T.items())) for name, by_T in found.items()}
 
 
+def _knows_roof(topic: str, row: Row) -> bool:
+    """Whether a row of experts alone, forward, knows its share of the roof."""
+    if topic.startswith(SEED) or row["share_of_roof"] is None:
+        return False
+    return row["direction"] == "forward" and not row["router"]
+
+
 def roof_shares(all_records: Mapping[str, Records]) -> dict[tuple[str, str], dict[int, list[Row]]]:
     """(model, weights) -> T -> the rows that know their share of the roof, the fastest first."""
     found: dict[tuple[str, str], dict[int, list[Row]]] = {}
     for topic, records in all_records.items():
-        for row in records.rows if not topic.startswith(SEED) else ():
-            if row["share_of_roof"] is not None and row["direction"] == "forward" and not row["router"]:
+        for row in records.rows:
+            if _knows_roof(topic, row):
                 model, _, name = row["case"].partition("/")
                 if model == REGRET:
                     if not (experts := re.match(r"expert_ffn-(.+?)-\d+-", name)):
@@ -442,7 +448,7 @@ def _roof_section(all_records: Mapping[str, Records]) -> list[str]:
             ],
         ),
         *(topic for topic, records in all_records.items()
-          if not topic.startswith(SEED) and any(row["share_of_roof"] is not None for row in records.rows)),
+          if any(_knows_roof(topic, row) for row in records.rows)),
     )  # fmt: skip
 
 
@@ -951,30 +957,24 @@ def _dense_section(all_records: Mapping[str, Records]) -> list[str]:
     )  # fmt: skip
 
 
-def _our_models(store: str | None) -> tuple[tuple[str, ...], ...]:
+def _our_models(store: str) -> tuple[tuple[str, ...], ...]:
     """Our models as built, with frozen or stored experts, and with all that is ours."""
-    if store is None:
+    if not store:
         return ("ours",), ("frozen(ours)",), ("frozen(ours(attention=ours,linears=True))",)
     stored = [f"impl=native(store={store}{rows})" for rows in ("", "_a8")]
     return (), tuple(f"ours({one})" for one in stored), (f"ours(attention=ours,linears=True,{stored[1]})",)
 
 
-def _models(all_records: Mapping[str, Records]) -> dict[tuple[str, str | None], Cell]:
-    """Case and format of the experts -> rows."""
-    found: dict[tuple[str, str | None], list[Row]] = {}
-    for case, by in by_case(all_records, "whole-model").items():
-        for row in by.get(BFLOAT16, ()):
-            store = row["store"] or None
-            found.setdefault((case.removesuffix(f"-{store}"), store), []).append(row)
-    return dict(sorted(found.items(), key=lambda one: (one[0][0], one[0][1] or "")))
-
-
-def model_gains(all_records: Mapping[str, Records]) -> dict[tuple[str, str | None], list[Gain | None]]:
-    """Case and format -> how many times faster ours are than the best of Transformers: `_our_models`."""
+def model_gains(all_records: Mapping[str, Records]) -> dict[str, list[Gain | None]]:
+    """Case -> how many times faster ours are than the best of Transformers: `_our_models`."""
     return {
-        key: [gain_over(cell, ours, _transformers(cell)) for ours in _our_models(key[1])]
-        for key, cell in _models(all_records).items()
+        case: [gain_over(cell, ours, _transformers(cell)) for ours in _our_models(cell[0]["store"])]
+        for case, cell in _models(all_records).items()
     }
+
+
+def _models(all_records: Mapping[str, Records]) -> dict[str, list[Row]]:
+    return {case: by[BFLOAT16] for case, by in by_case(all_records, "whole-model").items()}
 
 
 def _transformers(cell: Cell) -> list[str]:
@@ -990,21 +990,22 @@ def _share_of_experts(row: Row | None) -> str:
 def _model_section(all_records: Mapping[str, Records]) -> list[str]:
     gains = model_gains(all_records)
 
-    def line(case: str, store: str | None, cell: Cell) -> tuple[str, ...]:
-        theirs, mine = (_fastest(cell, names) for names in (_transformers(cell), _our_models(store)[2]))
+    def line(case: str, cell: Cell) -> tuple[str, ...]:
+        everything = _our_models(cell[0]["store"])[2]
+        theirs, mine = _fastest(cell, _transformers(cell)), _fastest(cell, everything)
         shares = (_share_of_experts(row) for row in (theirs, mine))
-        return case, store or BFLOAT16, _ms(theirs), _ms(mine), *shares, *map(_maybe, gains[case, store])
+        return case, _ms(theirs), _ms(mine), *shares, *map(_maybe, gains[case])
 
     known = [gain.ratio for row in gains.values() for gain in row[1:] if gain]
-    finding = f"is {_range(known)} as fast as with Transformers' experts" if known else ""
+    finding = f" is {_range(known)} faster than with Transformers' experts" if known else ""
     return _section(
-        f"A whole model {finding}",
+        f"A whole model{finding}",
         "Four layers of OLMoE's sizes and lm_head. Transformers: their best experts, in bfloat16, and SDPA. "
         "All ours: our attention and dense matrices too.",
         table(
-            ("case", "experts", "Transformers ms", "all ours ms", "experts' share: Transformers",
+            ("case", "Transformers ms", "all ours ms", "experts' share: Transformers",
              "experts' share: all ours", "gain as built", "gain frozen or stored", "gain all ours"),
-            [line(*key, cell) for key, cell in _models(all_records).items()],
+            [line(*one) for one in _models(all_records).items()],
         ),
         "whole-model",
         cells=all_records["whole-model"].rows,
