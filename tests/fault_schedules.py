@@ -221,6 +221,7 @@ def steps(plan: Schedule, rank: int, right: list[tuple[Tensor, Tensor]], group: 
         y_TD = layer.compute(x_TD, routing)
         y_TD.sum().backward()
         layer.reduce_gradients()
+        layer.zero_grad()  # gradients summed twice are refused
         d_x = torch.zeros_like(x_TD) if x_TD.grad is None else x_TD.grad
         for got, want in zip((y_TD.detach(), d_x), right[step], strict=True):
             if not torch.allclose(got, want, rtol=1e-4, atol=1e-5, equal_nan=True):
