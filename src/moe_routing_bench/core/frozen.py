@@ -266,8 +266,12 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def as_experts(tensor: Tensor) -> Tensor:
-    """The same panels as experts x depth x columns, gate and up in halves."""
-    return as_parameter(tensor, output_first=False, alternating=False)
+    """The same panels as experts x depth x columns, gate and up in halves. A tensor keeps its view,
+    because a model asks for it in every call, and making it takes longer than choosing the kernel."""
+    if (view := getattr(tensor, "_as_experts", None)) is None:
+        view = as_parameter(tensor, output_first=False, alternating=False)
+        tensor._as_experts = view  # type: ignore[attr-defined]
+    return view
 
 
 def as_parameter(tensor: Tensor, *, output_first: bool, alternating: bool) -> Tensor:
