@@ -18,7 +18,7 @@ import tiny_layers
 from changing_weights import WAYS
 from moe_routing_bench import ExpertWeights, MoE, Routing
 from moe_routing_bench.core import cpp
-from moe_routing_bench.core.frozen import Frozen, take_place
+from moe_routing_bench.core.frozen import Frozen, as_experts, as_parameter, take_place
 from moe_routing_bench.ops.expert_ffn import native as launcher
 from tiny_layers import MAKE_PLAN, weights_of
 
@@ -46,6 +46,13 @@ def test_changed_frozen_weights_give_the_right_result_or_raise(way: str, name: s
     said = "raises in freeze" if way in REFUSED else "raises"
     said = "right" if way in AS_NEW else "raises at the next call" if way in HALF_NEW else said
     assert changing_weights.compared(way, name, frozen=True) == said
+
+
+def test_a_weight_makes_its_view_as_experts_once_and_a_copy_has_its_own() -> None:
+    kept = as_parameter(launcher.freeze(weights_of()).w_in_EDG, output_first=True, alternating=False)
+    view = as_experts(kept)
+    assert isinstance(view, Frozen) and as_experts(kept) is view and view.shape == (5, 40, 48)
+    assert as_experts(copy.deepcopy(kept)) is not view
 
 
 def test_random_changes_leave_nothing_old() -> None:
