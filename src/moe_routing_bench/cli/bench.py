@@ -76,7 +76,7 @@ Examples:
   mrb bench expert_ffn --model qwen3-30b-a3b --tokens 1,64 --store int8
   mrb bench pack --case seed-pack/16384x4096-e128-k2 --out results
   mrb bench layer --checkpoint ./Qwen3-30B-A3B --layer 12
-  mrb bench model --model qwen3-30b-a3b --layers 4 --tokens 1 --context 2048
+  mrb bench model --model olmoe-1b-7b --layers 4 --tokens 1 --context 128 --seconds 150
   mrb bench balance --out balance         balance controllers, no times
 """,
 )
