@@ -21,7 +21,8 @@ if (reason := cpp.why_not()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-FEW, FEW_TILES = 24, 128  # of ops/in_place.h
+FEW, FEW_TILES, MANY = 24, 128, 96  # of ops/in_place.h
+DEEP = 8420  # panels of bfloat16 are half of an L2 cache of 1 MiB
 ORDERS = pytest.mark.parametrize("output_first", [False, True])
 
 
@@ -98,6 +99,24 @@ def test_batch_invariant_has_the_bits_of_frozen_weights(output_first: bool, dtyp
 
 
 @DTYPES
+@pytest.mark.parametrize("level", cpp.LEVELS)
+def test_deep_weights_are_packed_in_pieces_with_the_bits_of_frozen_ones(
+    level: str, dtype: torch.dtype
+) -> None:
+    """Packing whole panels of 8,192 rows took twice the time of plain torch."""
+    native = EXPERT_FFN.get(f"native(level={level})")
+    counts = [FEW + 1, MANY, 0, MANY + 1]
+    for D, F, activation in ((DEEP, 33, "swiglu"), (50, DEEP, "gelu"), (DEEP, 530, "gelu")):
+        weights = weights_of(len(counts), D, F, dtype=dtype, activation=activation, bias=True)
+        args = with_rows(counts, weights)
+        if (reason := EXPERT_FFN.why_not(native.label, *args)) is not None:
+            pytest.skip(reason)
+        assert native.freeze is not None
+        assert torch.equal(native(*args), native(*args[:3], native.freeze(weights)))
+        assert_right(native(*args), *args)
+
+
+@DTYPES
 @ORDERS
 @pytest.mark.parametrize("T", [1, 7, 60])
 def test_bits_do_not_depend_on_threads(T: int, output_first: bool, dtype: torch.dtype) -> None:
@@ -130,6 +149,7 @@ def test_nothing_beyond_the_weights_is_read() -> None:
         "for dtype in (torch.float32, torch.bfloat16):\n"
         "  for level in ('', '(level=avx2)', '(level=amx_pretended)'):\n"
         "    sizes = (1, 33, 17), (3, 65, 31), (40, 47, 95), (9, 1, 1), (4, 300, 130), (9, 64, 96)\n"
+        "    sizes += ((99, 9000, 17),)\n"
         "    for T, D, F in sizes:\n"
         "      if EXPERT_FFN.why_not('native' + level, *arguments(dtype=dtype)): continue\n"
         "      x, gate, plan, weights = arguments(T, 2, 3, D, F, dtype=dtype)\n"

@@ -57,14 +57,16 @@ static inline void four_sums(Lanes s0, Lanes s1, Lanes s2, Lanes s3, float* c) {
 
 template <class Engine> struct InPlace {  // Engine: a Vector
   typedef typename Engine::B B;
-  enum { FEW = 24 };  // rows, by trial
+  enum { FEW = 24, MANY = 96 };  // rows, by trial
+  // contiguous columns too deep for whole panels: packing two of them leaves the cache, and one reads 64 bytes at a time
+  static bool in_pieces(int64_t sn, int64_t depth) { return sn == 1 && depth * PANEL * (int64_t)sizeof(B) > CACHE_BYTES / 4; }
   // true if the bits are those of packed weights
   static bool same_bits(int64_t sn) { return sn == 1; }
   static bool reads(int64_t sk, int64_t sn, int64_t) { return sn == 1 || sk == 1; }
   static int64_t part_bytes(int64_t, int64_t) { return SUMS_BYTES; }
 
   // as many sums as registers hold beside weights and rows: COLUMNS or WIDE vectors of weights times ROWS rows
-  enum { ROWS = LANES == 8 ? 3 : 6, COLUMNS = 4, DEEP = LANES == 8 ? 3 : 4, CHAIN = Engine::CHAIN, SUMS = 6144 };
+  enum { ROWS = LANES == 8 ? 3 : 6, COLUMNS = 4, DEEP = LANES == 8 ? 3 : 4, CHAIN = Engine::CHAIN, SUMS = 6144, WIDE = 16 * PANEL };
 
   // ---- columns one after the other in memory (sk == 1): a dot product for each
 
@@ -150,6 +152,30 @@ template <class Engine> struct InPlace {  // Engine: a Vector
     for (k = 0; k < deep; k++) choose_spread<1>(rows, a + k, lda, rest[k], LANES, LANES, c + whole, ldc);
   }
 
+  // the same for more rows: WIDE columns, CHAIN of depth, are packed and used at once
+  static void pieces(const float* a, int64_t lda, int64_t rows, const B* w, int64_t sk, int64_t depth, int64_t columns, float* c,
+                     int64_t ldc, B* strip) {
+    const int64_t step = block_rows<Engine>(rows);
+    float sums[Engine::STEP * PANEL] __attribute__((aligned(64)));
+    auto nothing = [] {};
+    for (int64_t n0 = 0; n0 < columns; n0 += WIDE)
+      for (int64_t k0 = 0; k0 < depth; k0 += CHAIN) {
+        const int64_t wide = std::min<int64_t>(WIDE, columns - n0), deep = std::min<int64_t>(CHAIN, depth - k0);
+        pack_strip(strip, w + k0 * sk + n0, sk, 1, deep, wide, 0, panels(wide, false), false, depth - k0 - deep);
+        for (int64_t r = 0; r < rows; r += step)
+          for (int64_t n = 0; n < wide; n += PANEL) {
+            const int m = (int)std::min(step, rows - r);
+            Ahead none = {nullptr, 0};
+            Engine::times(a + r * lda + k0, lda, m, strip + n * packed_depth(deep), packed_depth(deep), sums, none, nothing);
+            for (int i = 0; i < m; i++)
+              for (int64_t j = 0; j < std::min<int64_t>(PANEL, wide - n); j += LANES) {
+                Lanes* to = (Lanes*)(c + (r + i) * ldc + n0 + n + j);
+                *to = k0 ? *to + lanes(sums + i * PANEL + j) : lanes(sums + i * PANEL + j);
+              }
+          }
+      }
+  }
+
   // c[r * ldc + n] = sum over k of a[r * lda + k] * w[k * sk + n * sn]; sk or sn is 1. c has room for whole vectors; part: rows x
   // columns, in whole vectors
   static void times(const float* a, int64_t lda, int64_t rows, const B* w, int64_t sk, int64_t sn, int64_t depth, int64_t columns,
@@ -169,6 +195,7 @@ template <class Engine> struct InPlace {  // Engine: a Vector
       }
       return;
     }
+    if (rows > FEW && in_pieces(sn, depth)) return pieces(a, lda, rows, w, sk, depth, columns, c, ldc, (B*)part);
     const int64_t tile = SUMS / each / LANES * LANES;  // columns whose sums stay in the L1 cache
     for (int64_t k0 = 0; k0 < depth; k0 += CHAIN) {
       const int64_t deep = std::min<int64_t>(CHAIN, depth - k0), ld = k0 ? up_to(columns, LANES) : ldc;
@@ -189,8 +216,9 @@ template <class Engine> struct InPlace {  // Engine: a Vector
 template <> struct InPlace<Amx> {
   typedef uint16_t B;
   // by trial: packing is faster above FEW rows, and up to VECTOR rows so is Vector, whose sums have other bits
-  enum { FEW = 128, VECTOR = 4, DEEP = 128, WIDE = 2048, TILE = 512 + 32, NEXT = 512 };
+  enum { FEW = 128, MANY = FEW, VECTOR = 4, DEEP = 128, WIDE = 2048, TILE = 512 + 32, NEXT = 512 };
   static bool same_bits(int64_t) { return true; }
+  static bool in_pieces(int64_t, int64_t) { return false; }
   static bool reads(int64_t sk, int64_t sn, int64_t depth) { return sn == 1 || (sk == 1 && depth % 32 == 0); }
   static int64_t part_bytes(int64_t rows, int64_t depth) {
     const int64_t pairs = DEEP / 32 * WIDE / 16 * TILE * sizeof(B), packed = up_to(rows, PANEL) * packed_depth(depth) * sizeof(B);
@@ -317,5 +345,6 @@ template <> struct InPlace<Amx> {
 // the rule of this file
 template <class Engine> static bool in_place(int64_t rows, int64_t sk, int64_t sn, int64_t depth, bool steady, int64_t few = 0) {
   typedef InPlace<Engine> Here;
-  return rows <= (few ? few : (int64_t)Here::FEW) && Here::reads(sk, sn, depth) && (!steady || Here::same_bits(sn));
+  const int64_t most = few ? few : Here::in_pieces(sn, depth) ? (int64_t)Here::MANY : (int64_t)Here::FEW;
+  return rows <= most && Here::reads(sk, sn, depth) && (!steady || Here::same_bits(sn));
 }

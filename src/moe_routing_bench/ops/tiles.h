@@ -121,10 +121,10 @@ static void pack_block(B* dst, const B* from, int64_t sk, int64_t sn, int64_t de
   }
 }
 
-// packs panels begin..end of one expert, in the memory order of the source
+// packs panels begin..end of one expert, in the memory order of the source; `later`: depth of what is packed next
 template <class B>
 static void pack_strip(B* dst, const B* src, int64_t sk, int64_t sn, int64_t depth, int64_t columns, int64_t begin,
-                       int64_t end, bool gated) {
+                       int64_t end, bool gated, int64_t later = 0) {
   const int64_t F = gated ? columns / 2 : columns, wide = end - begin, blocks = packed_depth(depth) / 32;
   auto column = [&](int64_t panel, int64_t half) { return gated ? panel * HALF : panel * PANEL + half * HALF; };
   auto source = [&](int64_t panel, int64_t half) { return src + (column(panel, half) + (gated && half ? F : 0)) * sn; };
@@ -133,7 +133,7 @@ static void pack_strip(B* dst, const B* src, int64_t sk, int64_t sn, int64_t dep
     for (int64_t half = 0; half < 2; half++) {
       const B* from = source(panel, half);
       if (sn == 1)  // rows are far apart: prefetch those of the next block
-        for (int64_t k = k0 + 32; k < std::min(k0 + 64, depth); k++) __builtin_prefetch(from + k * sk, 0, 3);
+        for (int64_t k = k0 + 32; k < std::min(k0 + 64, depth + later); k++) __builtin_prefetch(from + k * sk, 0, 3);
       const int64_t here = std::clamp<int64_t>(F - column(panel, half), 0, HALF);
       pack_block(dst + (panel - begin) * blocks * 32 * PANEL, from, sk, sn, depth, here, half, k0);
     }
