@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import save_file
 
-from moe_routing_bench.bench import identity, kit, measure, trial
+from moe_routing_bench.bench import identity, kit, measure, runner, trial
 from moe_routing_bench.bench.floor import TOLERANCE, floor_seconds, raise_stored, too_fast
 from moe_routing_bench.bench.hosts import shared_worker
 from moe_routing_bench.bench.hosts.children import Child
@@ -74,6 +74,13 @@ def test_no_honest_implementation_is_rejected(span, layout):
     for one in passed[1:]:  # an installed package is code from outside, whose calls are drawn by lot
         assert one.checked_timed_calls >= (2 if one.origin == BUILT_IN else 1) and one.comparison
     assert outcome.twin is not None and outcome.twin.samples != passed[0].samples
+
+
+def test_a_cell_that_does_not_fit_in_memory_is_not_begun(monkeypatch):
+    """The system killed the whole bench without a word."""
+    monkeypatch.setattr(runner.psutil, "virtual_memory", lambda: SimpleNamespace(total=1000))
+    outcome = run_cell(cell_of("expert_ffn", "staged", "eager_loop"))
+    assert [one.status for one in outcome.implementations] == [Status.OOM] * 2
 
 
 def test_stages_and_several_processes():

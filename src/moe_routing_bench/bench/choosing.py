@@ -286,14 +286,13 @@ def chosen_cases(
 
 
 def _refuse_too_big(chosen: Sequence[Experiment]) -> None:
-    """ValueError if a case does not fit in memory. The judge and a worker each hold the weights, and a few
-    copies of the rows."""
+    """ValueError if a case does not fit in memory."""
     room = psutil.virtual_memory().available
     for case in chosen:
-        if (needed := 2 * case.held_bytes + 4 * case.activation_bytes) > room:
+        if case.needed_bytes > room:
             raise ValueError(
-                f"{case.case} needs about {needed / 2**30:,.0f} GiB of memory and {room / 2**30:.0f} are "
-                "free; sizes given by number are not replaced by smaller ones"
+                f"{case.case} needs about {case.needed_bytes / 2**30:,.0f} GiB of memory and "
+                f"{room / 2**30:.0f} are free; sizes given by number are not replaced by smaller ones"
             )
 
 

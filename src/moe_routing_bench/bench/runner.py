@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+import psutil
+
 from moe_routing_bench.bench.budget import Budget
 from moe_routing_bench.bench.compiling import compile_first
 from moe_routing_bench.bench.cores import judging_threads, quiet_cores
@@ -85,9 +87,9 @@ def run_cell(
     if experiment.sandbox:
         check_sandbox()
     budget, before = budget or Budget(experiment.max_seconds), noise_now()
-    if budget.left <= 0:
-        span_of = NoiseDuring(before=before, after=before)
-        return _not_run(experiment, identify(experiment, this_machine()), Status.NO_TIME, OVER, OVER, span_of)
+    if (why_not := _why_not_begun(experiment, budget)) is not None:
+        (status, reason), span_of = why_not, NoiseDuring(before=before, after=before)
+        return _not_run(experiment, identify(experiment, this_machine()), status, reason, reason, span_of)
     on_progress(_progress("preparing", budget))
     for folder in experiment.include:
         include_folder(folder)  # only registers names; workers load the code
@@ -150,6 +152,15 @@ def run_cell(
             *_beaten_roofs(outcomes),
         ),
     )
+
+
+def _why_not_begun(experiment: Experiment, budget: Budget) -> tuple[Status, str] | None:
+    if budget.left <= 0:
+        return Status.NO_TIME, OVER
+    needed, room = (size / 2**30 for size in (experiment.needed_bytes, psutil.virtual_memory().total))
+    if needed > room:  # the system would kill the bench
+        return Status.OOM, f"this case needs about {needed:.0f} GiB of memory; this machine has {room:.0f}"
+    return None
 
 
 def _shared_host(setup: Setup, ours: tuple[ImplementationRef, ...], reuse: Reuse) -> SharedHost:
@@ -292,8 +303,8 @@ def _not_run(
     stop_reason: str,
     weather_span: NoiseDuring,
 ) -> CellOutcome:
-    """Returns the outcome of a cell that cannot have this workload, or whose time is over. Such a cell must
-    not end a sweep."""
+    """Returns the outcome of a cell that cannot have this workload, does not fit in memory, or whose time is
+    over. Such a cell must not end a sweep."""
     return CellOutcome(
         experiment=experiment,
         identity=identity,

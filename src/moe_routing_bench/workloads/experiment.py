@@ -376,6 +376,11 @@ class Experiment:
         return self.shape.num_pairs * width * self.element_size
 
     @property
+    def needed_bytes(self) -> int:
+        """At least: the weights of the worker, those of one layer for the judge, a few copies of the rows."""
+        return self.held_bytes + self.held_bytes // self.layers + 4 * self.activation_bytes
+
+    @property
     def flops(self) -> int:
         pairs = self.shape.num_pairs
         if self.span == ATTENTION:
