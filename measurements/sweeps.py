@@ -82,6 +82,18 @@ DEFAULT = (
 )
 
 
+EXPERTS = "eager_loop,hf_eager,hf_grouped_mm,hf_batched_mm,auto,frozen(auto)"
+# the third of Transformers copies the weights of each token's experts
+FEWER_EXPERTS = EXPERTS.replace("hf_batched_mm,", "")
+FUSED = tuple(
+    _sweep(f"seed-fused/{case} --memory 18", 180, f'--impl "{names}"')
+    for case, names in (
+        *((f"{T}x7168x256", EXPERTS if T < 4 else FEWER_EXPERTS) for T in (1, 2, 4, 8, 16, 32)),
+        *((f"{T}x8192x6144", FEWER_EXPERTS) for T in (32, 128)),
+    )
+)
+
+
 TOPICS = {
     "regret": Topic(
         shows='how much slower is `impl="auto"` than the fastest that can run?',
@@ -293,6 +305,19 @@ TOPICS = {
             ),
         ),
         minutes=18,
+        by_case=True,
+    ),
+    "seed-qwen": Topic(
+        shows="three layers of the original plan at 128 tokens: plain torch, Transformers and ours",
+        sweep=_sweep(f'seed-qwen --dtype float32 --impl "{EXPERTS}"', 80),
+        again=(_sweep(f'seed-qwen --dtype bfloat16 --impl "{EXPERTS}"', 80),),
+        minutes=8,
+    ),
+    "seed-fused": Topic(
+        shows="experts of the original plan at 1 to 128 tokens; two of ten cases need more than 24 GB",
+        sweep=FUSED[0],
+        again=FUSED[1:],
+        minutes=24,
         by_case=True,
     ),
     "seed-balance": Topic(

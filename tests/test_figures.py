@@ -199,6 +199,17 @@ def test_the_dense_block_and_its_parts_stand_beside_the_original_plan(
     assert "| native, float32 | 3 | 9.8 |" in lines and "| H100, fp8, staged | - | 4,596 |" in lines
 
 
+def test_the_planned_experts_stand_beside_plain_torch_and_the_best_of_transformers(
+    figures: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "source", lambda records: "")
+    times_of = [("eager_loop", 1), ("hf_eager", 0.5), ("hf_grouped_mm", 0.8), ("native", 0.25)]
+    case = "seed-fused/1x7168x256"
+    rows = [a_row(case, name, ratio, "eager_loop", threads=2) for name, ratio in times_of]
+    line = line_of(sections(figures, seed_fused=rows), "| 1x7168x256")
+    assert line == "| 1x7168x256 | - | 4.0x | - | 2.0x | - | 17x |"
+
+
 def line_of(lines: list[str], start: str) -> str:
     return next(line for line in lines if line.startswith(start))
 
@@ -263,7 +274,7 @@ def test_time_per_kept_pair_and_its_correlation_with_load(figures: ModuleType) -
     [
         "grid", "decode", "skew", "training", "layouts", "pack", "plain", "topk", "routing", "soft",
         "seed-attention", "seed-linear", "seed-rmsnorm", "seed-dense", "seed-balance",
-        "seed-grid",
+        "seed-grid", "seed-qwen", "seed-fused",
     ],
 )  # fmt: skip
 def test_a_sweep_can_be_planned(figures: ModuleType, topic: str, tmp_path: Path, usual_speed: None) -> None:
