@@ -21,7 +21,7 @@ if (reason := cpp.why_not()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-FEW, FEW_TILES, MANY = 24, 128, 96  # of ops/in_place.h
+FEW, FEW_TILES, MANY = 24, 128, 256  # of ops/in_place.h
 DEEP = 8420  # panels of bfloat16 are half of an L2 cache of 1 MiB
 ORDERS = pytest.mark.parametrize("output_first", [False, True])
 

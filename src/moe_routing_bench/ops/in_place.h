@@ -57,7 +57,7 @@ static inline void four_sums(Lanes s0, Lanes s1, Lanes s2, Lanes s3, float* c) {
 
 template <class Engine> struct InPlace {  // Engine: a Vector
   typedef typename Engine::B B;
-  enum { FEW = 24, MANY = 96 };  // rows, by trial
+  enum { FEW = 24, MANY = 256 };  // rows, by trial
   // contiguous columns too deep for whole panels: packing two of them leaves the cache, and one reads 64 bytes at a time
   static bool in_pieces(int64_t sn, int64_t depth) { return sn == 1 && depth * PANEL * (int64_t)sizeof(B) > CACHE_BYTES / 4; }
   // true if the bits are those of packed weights
