@@ -78,7 +78,7 @@ def test_no_honest_implementation_is_rejected(span, layout):
 
 def test_a_cell_that_does_not_fit_in_memory_is_not_begun(monkeypatch):
     """The system killed the whole bench without a word."""
-    monkeypatch.setattr(runner.psutil, "virtual_memory", lambda: SimpleNamespace(total=1000))
+    monkeypatch.setattr(runner.psutil, "virtual_memory", lambda: SimpleNamespace(total=1000, available=1000))
     outcome = run_cell(cell_of("expert_ffn", "staged", "eager_loop"))
     assert [one.status for one in outcome.implementations] == [Status.OOM] * 2
 

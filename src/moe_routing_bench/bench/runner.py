@@ -159,7 +159,7 @@ def _why_not_begun(experiment: Experiment, budget: Budget) -> tuple[Status, str]
         return Status.NO_TIME, OVER
     needed, room = (size / 2**30 for size in (experiment.needed_bytes, psutil.virtual_memory().total))
     if needed > room:  # the system would kill the bench
-        return Status.OOM, f"this case needs about {needed:.0f} GiB of memory; this machine has {room:.0f}"
+        return Status.OOM, f"this case needs {needed:.1f} GiB of memory; this machine has {room:.1f}"
     return None
 
 
