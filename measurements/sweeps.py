@@ -62,7 +62,7 @@ def _dense(suite: str, seconds: int, *words: str, threads: int = 1) -> str:
 
 def _grid_cell(E: int, D: int, factor: str) -> str:
     return _sweep(
-        f"seed-grid/32x128-e{E}-d{D}-c{factor} --checked 1", 100, '--impl "native @ compact"',
+        f"seed-grid/32x128-e{E}-d{D}-c{factor} --checked 1", 300, '--impl "native @ compact"',
         f'--impl "native @ padded(capacity_factor={factor})" --impl "native @ block(64)"',
     )  # fmt: skip
 
@@ -333,7 +333,7 @@ TOPICS = {
         shows="padded layers of the original plan in three layouts, the cells of 32 x 128 tokens",
         sweep=SEED_GRID[0],
         again=SEED_GRID[1:],
-        minutes=20,
+        minutes=60,
         by_case=True,
     ),
 }  # fmt: skip
